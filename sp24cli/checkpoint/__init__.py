@@ -1,0 +1,1 @@
+"""Safetensors files: checked headers, mapped reading, streamed writing, names, packed tensors."""

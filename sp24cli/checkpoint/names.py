@@ -1,0 +1,78 @@
+"""Which tensors of a checkpoint are taken, and in words why the others are not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from sp24cli.checkpoint.header import DTYPES, TensorEntry
+from sp24cli.sparsity import GROUP
+
+#: Dtypes that hold weights as they were trained.
+DENSE_DTYPES = ("F64", "F32", "F16", "BF16")
+#: What marks, anywhere in a name in any case, a tensor that sparsity or FP8 would harm.
+SKIPPED_WORDS = (
+    "lm_head",
+    "embed",
+    "norm",
+    "router",
+    "mlp.gate.",
+    "shared_expert_gate",
+    "conv1d",
+    "rotary",
+)
+WEIGHT_SUFFIX = ".weight"
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Globs over whole tensor names, case-sensitive; ``*`` crosses dots.
+
+    Without ``include`` all tensors are candidates and the defaults skip by name; with it only
+    what it matches is, whatever it is called. ``exclude`` wins over both. What a tensor is
+    (rank, dtype, size) is judged always.
+    """
+
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+
+    def decide(self, name: str, entry: TensorEntry) -> str | None:
+        """None where the tensor is taken, else the reason, in a few words, why it is not."""
+        for glob in self.exclude:
+            if fnmatchcase(name, glob):
+                return f"excluded by {glob!r}"
+        if self.include and not any(fnmatchcase(name, glob) for glob in self.include):
+            return "not included"
+        return (
+            _by_rank_and_dtype(entry)
+            or (None if self.include else _by_name(name))
+            or _by_size(entry)
+        )
+
+
+def _by_rank_and_dtype(entry: TensorEntry) -> str | None:
+    rank = len(entry.shape)
+    if rank == 3:
+        return "3-D (stacked experts or a convolution)"
+    if rank != 2:
+        return f"{rank}-D"
+    if entry.dtype in DENSE_DTYPES:
+        return None
+    narrow = DTYPES[entry.dtype].bits <= 8 and entry.dtype != "BOOL"
+    return f"already quantized ({entry.dtype})" if narrow else f"not a float ({entry.dtype})"
+
+
+def _by_name(name: str) -> str | None:
+    if not name.endswith(WEIGHT_SUFFIX):
+        return f"name does not end in {WEIGHT_SUFFIX!r}"
+    for word in SKIPPED_WORDS:
+        if word in name.lower():
+            return f"name has {word!r}"
+    return None
+
+
+def _by_size(entry: TensorEntry) -> str | None:
+    if 0 in entry.shape:
+        return "empty"
+    k = entry.shape[1]
+    return f"K = {k} is not a multiple of {GROUP}" if k % GROUP else None

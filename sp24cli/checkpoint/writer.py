@@ -1,0 +1,223 @@
+"""Writing: a safetensors file tensor by tensor, which appears whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import shutil
+from collections.abc import Iterable, Mapping
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from sp24cli.checkpoint import header
+from sp24cli.checkpoint.header import DTYPES, PathLike, TensorSpec, label, quote
+from sp24cli.errors import Sp24Error
+
+
+def check_output(
+    path: PathLike, *, forbid: Iterable[PathLike] = (), overwrite: bool = False
+) -> None:
+    """`Sp24Error` unless ``path`` may be written: not one of the inputs ``forbid`` by any name
+    (symbolic and hard links included), in a folder that exists, and new or, with
+    ``overwrite``, a regular file."""
+    where = label(path)
+    target = os.path.realpath(path)
+    for source in forbid:
+        if os.path.exists(target) and os.path.exists(source) and os.path.samefile(target, source):
+            raise Sp24Error(f"{where}: is the input {label(source)}; choose another output")
+    folder = os.path.dirname(target)
+    if not os.path.isdir(folder):
+        raise Sp24Error(f"{where}: the folder {label(folder)} does not exist")
+    if os.path.lexists(target):
+        if os.path.isdir(target):
+            raise Sp24Error(f"{where}: is a directory")
+        if not overwrite:
+            raise Sp24Error(f"{where}: exists already; it is replaced only on request")
+        if not os.path.isfile(target):
+            raise Sp24Error(f"{where}: is not a regular file")
+
+
+class StreamingWriter:
+    """Writes one safetensors file in a ``with`` block; the file appears when the block ends.
+
+    Tensors may come in any order, each whole or in row blocks from the first row on. Data lies
+    in the library's order, so the same tensors give the same bytes however they came. Until
+    the end all is in a hidden file beside the output, which goes when the block fails. The
+    output's mode follows the umask.
+
+    Args:
+        path: the output. A symbolic link is followed.
+        entries: name, safetensors dtype and shape of every tensor.
+        metadata: the file's ``__metadata__``; empty for none.
+        forbid: the inputs, which the output must not be.
+        overwrite: replace an existing output.
+
+    Raises:
+        Sp24Error: the output may not or cannot be written, the disk has too little room, or a
+            tensor got data that do not fit it.
+        BadInputError: entries or metadata that no file can hold.
+    """
+
+    def __init__(
+        self,
+        path: PathLike,
+        entries: Iterable[TensorSpec],
+        metadata: Mapping[str, str],
+        *,
+        forbid: Iterable[PathLike] = (),
+        overwrite: bool = False,
+    ) -> None:
+        self.path = path
+        self._where = label(path)
+        self._forbid = tuple(forbid)
+        self._overwrite = overwrite
+        specs = header.file_order(entries)
+        self._prefix = header.build(specs, metadata, self._where)
+        data_bytes = sum(
+            header.tensor_bytes(dtype, shape, self._where) for _, dtype, shape in specs
+        )
+        #: What the file will hold, as its reader will see it.
+        self.header = header.decode(
+            self._prefix[header.LENGTH_BYTES :], len(self._prefix) + data_bytes, self._where
+        )
+        self._written = dict.fromkeys(self.header.by_name, 0)
+        self._target = os.path.realpath(path)
+        self._folder = os.path.dirname(self._target)
+        self._temp: str | None = None
+        self._file: BinaryIO | None = None
+        self._check_output()
+        self._check_room()
+
+    def __enter__(self) -> StreamingWriter:
+        self._temp = os.path.join(self._folder, f".sp24-{secrets.token_hex(8)}.tmp")
+        try:
+            # os.open, not tempfile, whose files are closed to all but their owner.
+            descriptor = os.open(
+                self._temp, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666
+            )
+            self._file = open(descriptor, "r+b", buffering=0)
+            self._put(0, memoryview(self._prefix))
+        except OSError as error:
+            self._discard()
+            raise Sp24Error(
+                f"{self._where}: cannot be written in {label(self._folder)}: {error.strerror}"
+            ) from error
+        except BaseException:
+            self._discard()
+            raise
+        return self
+
+    def write(self, name: str, data: npt.NDArray[Any] | bytes | bytearray | memoryview) -> None:
+        """Write a tensor, or the next rows of it.
+
+        An array must have the tensor's dtype and its sizes beyond the first axis; its strides
+        do not matter. Bytes (the only way for dtypes narrower than a byte) are taken as they
+        are.
+        """
+        entry = self.header.by_name.get(name)
+        where = f"{self._where}: tensor {quote(name)}"
+        if entry is None:
+            raise Sp24Error(f"{where}: is not among the announced ones")
+        if isinstance(data, np.ndarray):
+            want = DTYPES[entry.dtype].numpy
+            if data.dtype != want:
+                raise Sp24Error(f"{where}: got {data.dtype}, announced {entry.dtype}")
+            if data.ndim != len(entry.shape) or data.shape[1:] != entry.shape[1:]:
+                raise Sp24Error(
+                    f"{where}: got shape {list(data.shape)}, announced {list(entry.shape)}"
+                )
+            view = np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
+        else:
+            view = memoryview(data).cast("B")
+        done = self._written[name]
+        if done + view.nbytes > entry.nbytes:
+            raise Sp24Error(f"{where}: got {done + view.nbytes} bytes, announced {entry.nbytes}")
+        try:
+            self._put(entry.begin + done, view)
+        except OSError as error:
+            raise Sp24Error(f"{where}: cannot be written: {error.strerror}") from error
+        self._written[name] = done + view.nbytes
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            if kind is None:
+                self._commit()
+        except OSError as failure:
+            raise Sp24Error(f"{self._where}: cannot be written: {failure.strerror}") from failure
+        finally:
+            self._discard()
+
+    def _commit(self) -> None:
+        for name, done in self._written.items():
+            nbytes = self.header.by_name[name].nbytes
+            if done != nbytes:
+                raise Sp24Error(
+                    f"{self._where}: tensor {quote(name)}: got {done} bytes, announced {nbytes}"
+                )
+        assert self._file is not None
+        assert self._temp is not None
+        os.fsync(self._file.fileno())
+        self._file.close()
+        # Hours may have passed: an output that has appeared since is not replaced either.
+        self._check_output()
+        os.replace(self._temp, self._target)
+        self._temp = None
+        _sync_folder(self._folder)
+
+    def _discard(self) -> None:
+        """Close and remove the temporary file, if there is one; never hides another error."""
+        with contextlib.suppress(OSError):
+            if self._file is not None:
+                self._file.close()
+        self._file = None
+        with contextlib.suppress(OSError):
+            if self._temp is not None:
+                os.unlink(self._temp)
+        self._temp = None
+
+    def _put(self, position: int, view: memoryview) -> None:
+        if self._file is None:
+            raise ValueError(f"{self._where}: is not open")
+        self._file.seek(position)
+        while view.nbytes:
+            # Unbuffered, so one call may take only part.
+            view = view[self._file.write(view) :]
+
+    def _check_output(self) -> None:
+        check_output(self.path, forbid=self._forbid, overwrite=self._overwrite)
+
+    def _check_room(self) -> None:
+        needed = self.header.file_bytes
+        try:
+            free = shutil.disk_usage(self._folder).free
+        except OSError as error:
+            raise Sp24Error(f"{label(self._folder)}: {error.strerror}") from error
+        if free < needed:
+            raise Sp24Error(
+                f"{self._where}: needs {needed} bytes, but {label(self._folder)} has {free} free"
+            )
+
+
+def _sync_folder(folder: str) -> None:
+    """Make the rename last through a power cut, where the system can."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except PermissionError:
+        return
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
