@@ -1,0 +1,100 @@
+"""Builds the fatbins and their manifest from ``cuda/`` into the package. Needs nvcc 13.
+
+    python cuda/build.py [--jobs N]
+
+Everything a kernel's manifest entry says comes from the sources: the configuration from a host
+program made of ``kernels.def`` (``manifest.cu``), registers and local memory from ptxas.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+PACKAGE = ROOT.parent / "sp24cli" / "kernels"
+FLAGS = [
+    "-std=c++17",
+    "-O3",
+    "-gencode=arch=compute_90a,code=sm_90a",
+    f"-I{ROOT / 'include'}",
+    f"-I{ROOT}",
+]
+sys.path.insert(0, str(ROOT.parent))
+
+from sp24cli.kernels.manifest import source_files, source_hash  # noqa: E402
+
+
+def run(*command: str | os.PathLike[str]) -> str:
+    done = subprocess.run([os.fspath(c) for c in command], capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{' '.join(map(str, command))}\n{done.stdout}{done.stderr}")
+    return done.stdout + done.stderr
+
+
+def resources(ptxas_log: str) -> dict[str, dict[str, int]]:
+    """Registers and local bytes of each entry, from ``ptxas -v``."""
+    found: dict[str, dict[str, int]] = {}
+    for part in ptxas_log.split("Compiling entry function '")[1:]:
+        name = part.partition("'")[0]
+        stack, spilled = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill", part).groups()  # type: ignore[union-attr]
+        registers = re.search(r"Used (\d+) registers", part).group(1)  # type: ignore[union-attr]
+        found[name] = {"registers": int(registers), "local_bytes": int(stack) + int(spilled)}
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    jobs = parser.parse_args().jobs
+    nvcc = shutil.which("nvcc") or sys.exit("make kernels needs nvcc (CUDA 13) on the PATH")
+    with tempfile.TemporaryDirectory() as scratch:
+        sources = sorted(ROOT.glob("gemm_*.cu"))
+        fatbins = [Path(scratch) / f"{s.stem}.fatbin" for s in sources]
+        with ThreadPoolExecutor(jobs) as pool:
+            logs = list(
+                pool.map(
+                    lambda s, out: run(
+                        nvcc, *FLAGS, "-Xptxas", "-v,--warn-on-spills", "-fatbin", s, "-o", out
+                    ),
+                    sources,
+                    fatbins,
+                )
+            )
+        program = Path(scratch) / "manifest"
+        run(nvcc, *FLAGS, ROOT / "manifest.cu", "-o", program)
+        manifest = json.loads(run(program))
+        used = resources("".join(logs))
+        for kernel in manifest["kernels"]:
+            kernel.update(used[kernel["name"]])
+        release = re.search(r"release [\d.]+, V([\d.]+)", run(nvcc, "--version"))
+        manifest["nvcc"] = release.group(1) if release else "unknown"
+        manifest["sources"] = source_hash(source_files(ROOT))
+        manifest["fatbins"] = {
+            f.stem: hashlib.sha256(f.read_bytes()).hexdigest() for f in fatbins
+        }
+        for old in PACKAGE.glob("*.fatbin"):
+            old.unlink()
+        for f in fatbins:
+            shutil.copyfile(f, PACKAGE / f.name)
+        text = json.dumps(manifest, indent=1)
+        # A kernel a line keeps the file's diffs readable.
+        text = re.sub(r"\{\n   ([^{}]*?)\n  \}", lambda m: "{" + re.sub(r"\n\s*", " ", m[1]) + "}", text)
+        (PACKAGE / "kernels.json").write_text(text + "\n")
+    spilled = [k["name"] for k in manifest["kernels"] if k["local_bytes"]]
+    if spilled:
+        sys.exit("local memory is used by " + ", ".join(spilled))
+    print(f"{len(manifest['kernels'])} kernels in {len(fatbins)} fatbins")
+
+
+if __name__ == "__main__":
+    main()

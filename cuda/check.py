@@ -1,0 +1,259 @@
+"""Checks the committed fatbins against their sources and against the rules of ``cuda/README.md``.
+
+    python cuda/check.py [--no-sass]
+
+1. The manifest's source hash is that of ``cuda/`` and each fatbin has its recorded hash.
+2. Manifest entries equal the fatbins' symbols.
+3. In the machine code: no local memory, no ``MEMBAR`` in a loop, and no register that holds the
+   metadata of a ``wgmma`` in flight is written before the wait that covers it.
+
+The second and third need ``cuobjdump`` and ``nvdisasm`` (PyPI: nvidia-cuda-cuobjdump,
+nvidia-cuda-nvdisasm, both among the development tools).
+
+Why the third: the tensor core reads the metadata register of a sparse wgmma when it executes, not
+when it is issued, and ptxas does not know. A loop that loads the next step's metadata into the same
+register gives wrong products (seen on an H200 with CUDA 13.0; the same sources unrolled differently
+were right by luck).
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT.parent))
+
+from sp24cli.kernels import manifest  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Instruction:
+    address: int
+    predicate: str
+    opcode: str
+    operands: str
+
+
+def tool(name: str) -> str:
+    """The path of a CUDA binary utility, from the PATH or its wheel."""
+    wheel = Path(sysconfig.get_path("purelib")) / "nvidia" / "cu13" / "bin" / name
+    found = shutil.which(name) or (str(wheel) if wheel.exists() else None)
+    return found or sys.exit(f"check-kernels needs {name} (pip install nvidia-cuda-{name})")
+
+
+def disassemble(fatbin: Path) -> dict[str, list[Instruction]]:
+    """Every function of a fatbin, instruction by instruction."""
+    # cuobjdump looks for nvdisasm on the PATH.
+    path = os.pathsep.join([str(Path(tool("nvdisasm")).parent), os.environ.get("PATH", "")])
+    done = subprocess.run(
+        [tool("cuobjdump"), "-sass", fatbin],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PATH": path},
+    )
+    if done.returncode:
+        sys.exit(f"cuobjdump {fatbin.name}: {done.stderr.strip()}")
+    functions: dict[str, list[Instruction]] = {}
+    for part in done.stdout.split("Function : ")[1:]:
+        name = part.split(None, 1)[0]
+        functions[name] = [
+            Instruction(int(m[1], 16), m[2] or "", m[3], m[4].strip())
+            for m in re.finditer(
+                r"/\*([0-9a-f]{4,})\*/\s+(@!?\w+\s+)?([A-Z][\w.]*)\s*([^;]*);", part
+            )
+        ]
+    return functions
+
+
+class Flow:
+    """The control flow of a function: which instructions can follow each.
+
+    A BSYNC joins at the instruction after it, which is where its BSSY points.
+    """
+
+    def __init__(self, code: list[Instruction]) -> None:
+        self.code = code
+        at = {ins.address: i for i, ins in enumerate(code)}
+        self.next: list[set[int]] = []
+        for i, ins in enumerate(code):
+            follow = set()
+            jump = re.match(r"(?:BRA|CALL|JMP|WARPSYNC)", ins.opcode)
+            target = re.search(r"0x([0-9a-f]+)$", ins.operands) if jump else None
+            if target and int(target[1], 16) in at:
+                follow.add(at[int(target[1], 16)])
+            ends = ins.opcode in ("EXIT", "RET") or (
+                ins.opcode == "BRA" and not ins.predicate and re.match(r"0x", ins.operands)
+            )
+            if not ends or (ins.opcode == "EXIT" and ins.predicate):
+                if i + 1 < len(code):
+                    follow.add(i + 1)
+            self.next.append(follow)
+
+    def in_loop(self) -> set[int]:
+        """Instructions that can be reached again from themselves (Tarjan's components)."""
+        index: dict[int, int] = {}
+        low: dict[int, int] = {}
+        stack: list[int] = []
+        on_stack: set[int] = set()
+        looping: set[int] = set()
+        for root in range(len(self.code)):
+            if root in index:
+                continue
+            work: list[tuple[int, Iterator[int]]] = []
+
+            def enter(v: int) -> None:
+                index[v] = low[v] = len(index)
+                stack.append(v)
+                on_stack.add(v)
+                work.append((v, iter(self.next[v])))
+
+            enter(root)
+            while work:
+                v, following = work[-1]
+                for w in following:
+                    if w not in index:
+                        enter(w)
+                        break
+                    if w in on_stack:
+                        low[v] = min(low[v], index[w])
+                else:
+                    work.pop()
+                    if work:
+                        low[work[-1][0]] = min(low[work[-1][0]], low[v])
+                    if low[v] == index[v]:
+                        part = []
+                        while True:
+                            w = stack.pop()
+                            on_stack.discard(w)
+                            part.append(w)
+                            if w == v:
+                                break
+                        if len(part) > 1 or v in self.next[v]:
+                            looping.update(part)
+        return looping
+
+
+#: Opcodes whose first operand is not a register that they write.
+_NO_RESULT = re.compile(
+    r"(?:ST|STS|STG|STL|RED|BRA|BAR|EXIT|MEMBAR|SYNCS|UBLKCP|UTMA|WARP|NOP|BSSY|BSYNC|DEPBAR|FENCE|"
+    r"CCTL|ERRBAR|CGAERRBAR|UCGABAR|ELECT|UISETP|ISETP|PLOP3|UPLOP3|FSETP|R2UR|VOTEU|YIELD|KILL)\b"
+)
+
+
+def written(ins: Instruction) -> set[int]:
+    """The general registers that an instruction other than a wgmma writes."""
+    if _NO_RESULT.match(ins.opcode.split(".")[0]):
+        return set()
+    # SHFL and the wide adds name predicates before or after the result.
+    first = re.match(r"(?:P[T\d], )?R(\d+)", ins.operands)
+    if not first:
+        return set()
+    width = 1
+    if re.search(r"\.128\b", ins.opcode):
+        width = 4
+    elif re.search(r"\.64\b|\.WIDE\b", ins.opcode):
+        width = 2
+    return {int(first[1]) + i for i in range(width)}
+
+
+def overwritten_metadata(flow: Flow) -> list[str]:
+    """Each write to the metadata register of a sparse wgmma before the wait that covers it."""
+    faults = []
+    for start, gmma in enumerate(flow.code):
+        if not re.match(r"[HQI]GMMA\.SP", gmma.opcode):
+            continue
+        registers = re.findall(r"\bR(\d+)\b", gmma.operands)
+        meta = int(registers[-1])
+        # A group is committed by its last wgmma, the one that names gsb0. The walk carries how many
+        # groups have been committed since this wgmma, its own included.
+        first = 1 if "gsb0" in gmma.operands else 0
+        seen = set()
+        work = [(n, first) for n in flow.next[start]]
+        while work:
+            state = work.pop()
+            if state in seen:
+                continue
+            seen.add(state)
+            i, groups = state
+            ins = flow.code[i]
+            if re.match(r"[HQI]GMMA", ins.opcode):
+                if "gsb0" in ins.operands:
+                    groups = min(groups + 1, 8)
+            elif ins.opcode.startswith("WARPGROUP.DEPBAR"):
+                pending = int(ins.operands.rpartition("0x")[2], 16)
+                if groups > pending:
+                    continue
+            elif meta in written(ins):
+                # One write is enough to condemn the wgmma.
+                faults.append(
+                    f"R{meta} of the wgmma at {gmma.address:#x} is written at {ins.address:#x} "
+                    f"({ins.opcode} {ins.operands})"
+                )
+                break
+            work.extend((n, groups) for n in flow.next[i])
+    return faults
+
+
+def check_machine_code(name: str, code: list[Instruction]) -> list[str]:
+    flow = Flow(code)
+    faults = [
+        f"local memory at {ins.address:#x} ({ins.opcode})"
+        for ins in code
+        if ins.opcode.split(".")[0] in ("LDL", "STL")
+    ]
+    looping = flow.in_loop()
+    faults += [
+        f"{ins.opcode} in a loop at {ins.address:#x}"
+        for i, ins in enumerate(code)
+        if i in looping and ins.opcode.split(".")[0] in ("MEMBAR", "ERRBAR")
+    ]
+    return [f"{name}: {fault}" for fault in faults + overwritten_metadata(flow)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--no-sass", action="store_true", help="only hashes")
+    parser.add_argument("--fatbin", type=Path, help="the machine code of this fatbin alone")
+    options = parser.parse_args()
+    if options.fatbin:
+        faults = [
+            f for name, code in disassemble(options.fatbin).items() for f in check_machine_code(name, code)
+        ]
+        sys.exit("\n".join(faults) if faults else 0)
+    loaded = manifest.load()
+    faults = []
+    if loaded.sources != manifest.source_hash(manifest.source_files(ROOT)):
+        faults.append("the fatbins were built from other sources: run `make kernels`")
+    faults += [
+        f"{name}.fatbin is not the one that the manifest describes"
+        for name, digest in loaded.fatbins.items()
+        if hashlib.sha256(loaded.fatbin(name)).hexdigest() != digest
+    ]
+    count = 0
+    if not options.no_sass:
+        everything = [*loaded.entries, *loaded.pack_entries]
+        for fatbin in loaded.fatbins:
+            functions = disassemble(manifest.FOLDER / f"{fatbin}.fatbin")
+            described = {e.name for e in everything if e.fatbin == fatbin}
+            for name in sorted(described ^ set(functions)):
+                faults.append(f"{name} is in only one of manifest and {fatbin}.fatbin")
+            for name, code in functions.items():
+                faults += check_machine_code(name, code)
+                count += 1
+    if faults:
+        sys.exit("\n".join(faults))
+    print(f"fatbins match their sources; {count} kernels' machine code checked")
+
+
+if __name__ == "__main__":
+    main()

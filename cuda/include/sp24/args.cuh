@@ -1,0 +1,30 @@
+// What the host passes to a GEMM kernel, after the tensor map of B.
+#pragma once
+#include <cstdint>
+
+namespace sp24 {
+
+// X(type, name): the one list that the struct, the manifest and so the host are made from.
+#define SP24_GEMM_ARGS(X)                                                                     \
+  X(uint64_t, a)              /* block image of A, [m_blocks][k_blocks][block bytes] */       \
+  X(uint64_t, d)              /* output, rows of ldd elements */                              \
+  X(uint64_t, scale_a)        /* f32, one or one a row of A; 0 for none */                    \
+  X(uint64_t, scale_b)        /* f32, one or one a row of B; 0 for none */                    \
+  X(uint64_t, bias)           /* f32, one a row of A; 0 for none */                           \
+  X(int64_t, ldd)             /* elements between rows of D */                                \
+  X(int32_t, m)               /* rows of A */                                                 \
+  X(int32_t, n)               /* rows of B */                                                 \
+  X(int32_t, m_blocks)        /* blocks of 64 rows of A */                                    \
+  X(int32_t, k_blocks)        /* blocks along K */                                            \
+  X(int32_t, scale_a_stride)  /* 0: one scale for all rows; 1: one a row */                   \
+  X(int32_t, scale_b_stride)  /* the same for B */                                            \
+  X(int32_t, vector_store)    /* D and ldd allow 16-byte stores */                            \
+  X(int32_t, raster)          /* cluster rows a group of the tile order */
+
+struct GemmArgs {
+#define X(type, name) type name;
+  SP24_GEMM_ARGS(X)
+#undef X
+};
+
+}  // namespace sp24

@@ -1,0 +1,208 @@
+// The body of every GEMM kernel: one warp that copies, warpgroups that multiply, a ring of stages
+// between them, and a persistent walk over the tiles of D. cuda/README.md draws it.
+#pragma once
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "sp24/args.cuh"
+#include "sp24/config.cuh"
+#include "sp24/epilogue.cuh"
+#include "sp24/ptx/copy.cuh"
+#include "sp24/ptx/mbarrier.cuh"
+#include "sp24/ptx/warp.cuh"
+#include "sp24/ptx/wgmma_sp.cuh"
+#include "sp24/schedule.cuh"
+
+namespace sp24 {
+
+// Position in the ring: which stage, and the parity of its current round.
+template <int kStages>
+struct Ring {
+  uint32_t stage = 0, parity = 0;
+  __device__ __forceinline__ void advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// One thread. Fills stages: each consumer's block of A for this CTA, and this CTA's share of B for
+// the whole cluster.
+//
+// Order. A stage is written again only after empty[stage] has completed, that is after every
+// consumer warp of every CTA that the write reaches has arrived there. Each warp arrives after the
+// wgmmas that read the stage have been waited for and after its metadata is in registers that those
+// wgmmas consumed, so its reads are over, not merely ordered: no fence is needed against the copies
+// that follow, and a relaxed arrive is enough. The bytes themselves are published by the copies'
+// complete_tx on full[stage], which consumers acquire.
+template <class Config>
+__device__ __forceinline__ void produce(const CUtensorMap* map_b, const GemmArgs& args,
+                                        uint32_t shared, uint32_t cta_rank) {
+  using Shared = typename Config::Shared;
+  const uint8_t* a = reinterpret_cast<const uint8_t*>(args.a);
+  const int64_t row_bytes = int64_t{args.k_blocks} * Config::kBlockBytes;
+  Ring<Config::kStages> ring;
+  Schedule<Config> schedule(args);
+  for (int m0, n0; schedule.next(cta_rank, m0, n0);) {
+    const uint8_t* blocks[Config::kConsumers];
+#pragma unroll
+    for (int w = 0; w < Config::kConsumers; ++w) {
+      // Blocks past the last are never stored: read the last again instead of beyond the image.
+      const int block = min(m0 / kBlockRows + w, args.m_blocks - 1);
+      blocks[w] = a + block * row_bytes;
+    }
+#pragma unroll 1
+    for (int k = 0; k < args.k_blocks; ++k) {
+      const uint32_t full = shared + offsetof(Shared, full) + ring.stage * 8;
+      const uint32_t empty = shared + offsetof(Shared, empty) + ring.stage * 8;
+      // The first round finds the barrier fresh: the phase before its first counts as complete.
+      ptx::mbarrier_wait_relaxed_cluster(empty, ring.parity ^ 1);
+      ptx::mbarrier_arrive_expect_tx(full, Config::kStageBytes);
+      const uint32_t stage_a =
+          shared + offsetof(Shared, a) + ring.stage * Config::kConsumers * Config::kBlockBytes;
+#pragma unroll
+      for (int w = 0; w < Config::kConsumers; ++w) {
+        ptx::bulk_copy(stage_a + w * Config::kBlockBytes, blocks[w], Config::kBlockBytes, full);
+        blocks[w] += Config::kBlockBytes;
+      }
+      const uint32_t stage_b = shared + offsetof(Shared, b) +
+                               (ring.stage * Config::kTileN + cta_rank * Config::kBoxRowsB) *
+                                   kRowBytesB;
+      if constexpr (Config::kCluster == 1)
+        ptx::tensor_copy(stage_b, map_b, k * kRowBytesB, n0, full);
+      else
+        ptx::tensor_copy_multicast(stage_b, map_b, k * kRowBytesB,
+                                   n0 + cta_rank * Config::kBoxRowsB, full,
+                                   static_cast<uint16_t>((1 << Config::kCluster) - 1));
+      ring.advance();
+    }
+  }
+}
+
+// One warpgroup: 64 rows of the tile.
+template <class Config>
+__device__ __forceinline__ void consume(const GemmArgs& args, uint32_t shared, uint32_t cta_rank,
+                                        int warpgroup) {
+  using Shared = typename Config::Shared;
+  using Operand = typename Config::Operand;
+  using Mma = ptx::WgmmaSp<Operand, Config::kTileN>;
+  constexpr int kStages = Config::kStages;
+  const int lane = threadIdx.x % 32;
+
+  // Lane c of each warp arrives for its warp at CTA c's barrier.
+  const uint32_t empty = ptx::map_to_cta(shared + offsetof(Shared, empty),
+                                         lane < Config::kCluster ? lane : cta_rank);
+  const auto release = [&](uint32_t stage) {
+    if (lane < Config::kCluster) ptx::mbarrier_arrive_relaxed_cluster(empty + stage * 8);
+  };
+
+  const uint32_t a0 = shared + offsetof(Shared, a) + warpgroup * Config::kBlockBytes;
+  const uint32_t b0 = shared + offsetof(Shared, b);
+  const uint32_t meta0 =
+      a0 + kBlockValueBytes + (threadIdx.x % 128) * sizeof(typename Operand::Meta);
+  const uint64_t desc_a0 = ptx::descriptor<2, 512>(a0), desc_b0 = ptx::descriptor<1, 1024>(b0);
+  constexpr uint32_t kStageA = Config::kConsumers * Config::kBlockBytes;
+  constexpr uint32_t kStageB = Config::kTileN * kRowBytesB;
+
+  float acc[Config::kTileN / 2];
+  Ring<kStages> ring;
+  Schedule<Config> schedule(args);
+
+  // Waits for the stage and starts its two steps. Step 1 lies 32 bytes further in a row of A and 64
+  // bytes further in a row of B: inside the swizzle span, where the hardware swizzles the sum.
+  const auto multiply = [&](uint32_t accumulate) {
+    ptx::mbarrier_wait(shared + offsetof(Shared, full) + ring.stage * 8, ring.parity);
+    const typename Operand::Meta meta = ptx::load_shared<typename Operand::Meta>(
+        meta0 + ring.stage * kStageA);
+    const uint64_t desc_a = desc_a0 + ring.stage * (kStageA >> 4);
+    const uint64_t desc_b = desc_b0 + ring.stage * (kStageB >> 4);
+    ptx::wgmma_fence();
+    Mma::template issue<0>(acc, desc_a, desc_b, Operand::meta_word(meta, 0), accumulate);
+    Mma::template issue<Operand::kSelector1>(acc, desc_a + (32 >> 4), desc_b + (64 >> 4),
+                                             Operand::meta_word(meta, 1), 1);
+    ptx::wgmma_commit();
+  };
+
+  uint32_t reading = 0;
+  // One k: the wgmmas of this stage start, `meanwhile` runs beside them, and the stage before is
+  // released once all but the newest group are done, that is once it has been read.
+  const auto step = [&](auto meanwhile) {
+    multiply(1);
+    meanwhile();
+    ptx::wgmma_wait<1>();
+    release(reading);
+    reading = ring.stage;
+    ring.advance();
+  };
+  const auto nothing = [] {};
+
+  ColumnScales<Config> scales(shared, warpgroup);
+  Store16<Config> finished;  // the tile before, as far as it is not stored yet
+  for (int m0, n0; schedule.next(cta_rank, m0, n0);) {
+    scales.fetch(args, n0);
+    multiply(0);
+    reading = ring.stage;
+    ring.advance();
+    int k = 1;
+    if constexpr (Config::kDeferred) {
+      constexpr int kChunks = Store16<Config>::kChunks;
+      if (args.k_blocks > kChunks) {
+        // The tile before is stored in the shadow of this one's wgmmas, a chunk a step.
+#pragma unroll
+        for (int c = 0; c < kChunks; ++c) step([&] { finished.store(c, args); });
+        k += kChunks;
+      } else {
+#pragma unroll
+        for (int c = 0; c < kChunks; ++c) finished.store(c, args);
+      }
+    }
+    for (; k < args.k_blocks; ++k) step(nothing);
+    ptx::wgmma_wait<0>();
+    release(reading);
+    if constexpr (Config::kDeferred)
+      finished.take(acc, args, scales, m0 + warpgroup * kBlockRows, n0);
+    else
+      store_tile<Config>(acc, args, scales, m0 + warpgroup * kBlockRows, n0);
+  }
+  if constexpr (Config::kDeferred) {
+#pragma unroll
+    for (int c = 0; c < Store16<Config>::kChunks; ++c) finished.store(c, args);
+  }
+}
+
+template <class Config>
+__device__ __forceinline__ void gemm(const CUtensorMap& map_b, const GemmArgs& args) {
+  using Shared = typename Config::Shared;
+  extern __shared__ __align__(1024) uint8_t dynamic_shared[];
+  const uint32_t shared = ptx::shared_address(dynamic_shared);
+  const uint32_t cta_rank = Config::kCluster == 1 ? 0 : ptx::cluster_cta_rank();
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // uniform for the compiler too
+
+  if (warp == 0 && ptx::elect_one()) {
+    for (int s = 0; s < Config::kStages; ++s) {
+      ptx::mbarrier_init(shared + offsetof(Shared, full) + s * 8, 1);
+      ptx::mbarrier_init(shared + offsetof(Shared, empty) + s * 8,
+                         4 * Config::kConsumers * Config::kCluster);
+    }
+    ptx::fence_mbarrier_init();
+    ptx::prefetch_tensor_map(&map_b);
+  }
+  // No CTA may copy into, or arrive at, another's shared memory before its barriers stand.
+  ptx::cluster_sync();
+
+  if (warp >= 4 * Config::kConsumers) {
+    ptx::set_registers_down<Config::kProducerRegisters>();
+    if (warp == 4 * Config::kConsumers && ptx::elect_one())
+      produce<Config>(&map_b, args, shared, cta_rank);
+    __syncwarp();
+  } else {
+    ptx::set_registers_up<Config::kConsumerRegisters>();
+    consume<Config>(args, shared, cta_rank, warp / 4);
+  }
+  // A CTA's shared memory must outlive the copies and arrivals that its cluster sends to it.
+  ptx::cluster_sync();
+}
+
+}  // namespace sp24

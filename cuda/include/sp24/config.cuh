@@ -1,0 +1,53 @@
+// One kernel of the family: every number that its shape follows from, and its shared memory.
+#pragma once
+#include <cstdint>
+
+#include "sp24/operand.cuh"
+
+namespace sp24 {
+
+enum class Order { mn, nm };  // D as M x N, or as N x M
+
+constexpr int kBlockRows = 64;       // M of one wgmma
+constexpr int kBlockValueBytes = 4096;  // 64 rows of 64 bytes
+constexpr int kRowBytesB = 128;      // bytes of a row of B against one block: one swizzle span
+
+template <class Operand_, class Out_, Order kOrder_, int kTileN_, int kConsumers_, int kCluster_,
+          int kStages_>
+struct GemmConfig {
+  using Operand = Operand_;
+  using Out = Out_;
+  static constexpr Order kOrder = kOrder_;
+  static constexpr int kTileN = kTileN_;
+  static constexpr int kConsumers = kConsumers_;  // warpgroups, 64 rows each
+  static constexpr int kCluster = kCluster_;      // CTAs along M that share B
+  static constexpr int kStages = kStages_;
+
+  static constexpr int kTileM = kConsumers * kBlockRows;
+  static constexpr int kTileK = kRowBytesB / Operand::kItemBytes;  // logical K of a stage
+  static constexpr int kThreads = (kConsumers + 1) * 128;          // the last warpgroup produces
+  // Registers a thread once the roles are known: the 64K of an SM, shared out again.
+  static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+  static constexpr int kBlockBytes = kBlockValueBytes + Operand::kMetaBytes;
+  // Whether a finished tile is stored while the next is multiplied: its rounded half fits beside
+  // the accumulators.
+  static constexpr bool kDeferred = sizeof(typename Out::Item) == 2 && kTileN >= 128;
+  static constexpr int kBoxRowsB = kTileN / kCluster;  // rows of B that one CTA fetches
+
+  static_assert(kConsumers == 2, "232 registers a consumer thread and 40 a producer's fill the SM");
+  static_assert(kTileN % 16 == 0 && kTileN <= 256, "an epilogue chunk is 16 columns wide");
+  static_assert(kCluster == 1 || kBoxRowsB % 8 == 0, "a share of B is whole swizzle atoms");
+  static_assert(kBlockBytes % 512 == 0, "a 64-byte swizzle atom is 512 bytes");
+
+  struct alignas(1024) Shared {
+    uint8_t b[kStages][kTileN * kRowBytesB];
+    uint8_t a[kStages][kConsumers][kBlockBytes];
+    float column_scales[kConsumers][2][kTileN];
+    uint64_t full[kStages];
+    uint64_t empty[kStages];
+  };
+  static constexpr uint32_t kStageBytes = sizeof(Shared::b) / kStages + sizeof(Shared::a) / kStages;
+  static_assert(sizeof(Shared) <= 227 * 1024, "shared memory of one CTA on sm_90");
+};
+
+}  // namespace sp24

@@ -1,0 +1,28 @@
+// Turns the rows of kernels.def into extern "C" kernels.
+#pragma once
+#include "sp24/body.cuh"
+#include "sp24/pack.cuh"
+
+#define SP24_GEMM_CONFIG(operand, out, order, tile_n, consumers, cluster, stages)              \
+  sp24::GemmConfig<sp24::operand, sp24::out_##out, sp24::Order::order, tile_n, consumers, cluster, \
+                   stages>
+#define SP24_GEMM_NAME(operand, out, order, tile_n, consumers, cluster, stages) \
+  gemm_##operand##_##out##_##order##_n##tile_n##_w##consumers##_c##cluster##_s##stages
+#define SP24_PACK_NAME(operand) pack_##operand
+
+#define SP24_FAMILY_e4m3 1
+#define SP24_FAMILY_f16 2
+#define SP24_FAMILY_bf16 3
+
+#define SP24_DEFINE_GEMM(...)                                                                    \
+  extern "C" __global__ void __cluster_dims__(SP24_GEMM_CONFIG(__VA_ARGS__)::kCluster, 1, 1)     \
+      __launch_bounds__(SP24_GEMM_CONFIG(__VA_ARGS__)::kThreads, 1)                              \
+          SP24_GEMM_NAME(__VA_ARGS__)(const __grid_constant__ CUtensorMap map_b,                 \
+                                      const __grid_constant__ sp24::GemmArgs args) {             \
+    sp24::gemm<SP24_GEMM_CONFIG(__VA_ARGS__)>(map_b, args);                                      \
+  }
+#define SP24_DEFINE_PACK(operand)                                                               \
+  extern "C" __global__ void __launch_bounds__(128)                                             \
+      SP24_PACK_NAME(operand)(const __grid_constant__ sp24::PackArgs args) {                    \
+    sp24::pack_block<sp24::operand>(args);                                                      \
+  }

@@ -1,0 +1,104 @@
+// Warp- and cluster-level instructions.
+#pragma once
+#include <cstdint>
+
+namespace sp24::ptx {
+
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+template <class T>
+__device__ __forceinline__ T load_shared(uint32_t addr);
+template <>
+__device__ __forceinline__ uint32_t load_shared<uint32_t>(uint32_t addr) {
+  uint32_t v;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(addr) : "memory");
+  return v;
+}
+template <>
+__device__ __forceinline__ uint2 load_shared<uint2>(uint32_t addr) {
+  uint2 v;
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(addr) : "memory");
+  return v;
+}
+
+template <>
+__device__ __forceinline__ float2 load_shared<float2>(uint32_t addr) {
+  float2 v;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(addr) : "memory");
+  return v;
+}
+__device__ __forceinline__ void store_shared(uint32_t addr, float v) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(addr), "f"(v) : "memory");
+}
+
+// A barrier of `threads` threads of the CTA that name the same one of the sixteen.
+__device__ __forceinline__ void named_barrier_sync(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// Changes the register count of the executing warpgroup (PTX ISA, "setmaxnreg").
+template <int Registers>
+__device__ __forceinline__ void set_registers_up() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Registers));
+}
+template <int Registers>
+__device__ __forceinline__ void set_registers_down() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Registers));
+}
+
+// True in one lane of a converged warp, in a form that keeps the branch uniform.
+__device__ __forceinline__ bool elect_one() {
+  uint32_t elected;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "elect.sync _|p, 0xffffffff;\n"
+      "selp.u32 %0, 1, 0, p;\n"
+      "}\n"
+      : "=r"(elected));
+  return elected != 0;
+}
+
+__device__ __forceinline__ uint32_t cluster_cta_rank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+// The address, in the cluster's window, of the same shared variable of CTA `rank`.
+__device__ __forceinline__ uint32_t map_to_cta(uint32_t shared_addr, uint32_t rank) {
+  uint32_t mapped;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(shared_addr), "r"(rank));
+  return mapped;
+}
+
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile(
+      "barrier.cluster.arrive.release.aligned;\n"
+      "barrier.cluster.wait.acquire.aligned;\n" ::
+          : "memory");
+}
+
+// Transposes an 8x8 matrix of 16-bit elements held a row by four lanes, two a lane.
+__device__ __forceinline__ uint32_t transpose_8x8_b16(uint32_t word) {
+  uint32_t out;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(word));
+  return out;
+}
+
+// Transposes the 4x4 matrix of words whose row is a lane of a quad and whose column is the index.
+__device__ __forceinline__ void transpose_quad(uint32_t (&w)[4], uint32_t q) {
+  const bool odd = q & 1, high = q & 2;
+  uint32_t send = odd ? w[0] : w[1], got = __shfl_xor_sync(0xffffffffu, send, 1);
+  (odd ? w[0] : w[1]) = got;
+  send = odd ? w[2] : w[3], got = __shfl_xor_sync(0xffffffffu, send, 1);
+  (odd ? w[2] : w[3]) = got;
+  send = high ? w[0] : w[2], got = __shfl_xor_sync(0xffffffffu, send, 2);
+  (high ? w[0] : w[2]) = got;
+  send = high ? w[1] : w[3], got = __shfl_xor_sync(0xffffffffu, send, 2);
+  (high ? w[1] : w[3]) = got;
+}
+
+}  // namespace sp24::ptx

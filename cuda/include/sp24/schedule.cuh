@@ -1,0 +1,33 @@
+// Which tile a persistent cluster works on, and in what order.
+#pragma once
+#include "sp24/args.cuh"
+
+namespace sp24 {
+
+// Tiles are walked in groups of `raster` cluster rows, M fastest, so that the clusters that run
+// together read few distinct rows of A and of B and find them in L2.
+template <class Config>
+struct Schedule {
+  int rows, cols, raster, index, stride;
+
+  __device__ __forceinline__ explicit Schedule(const GemmArgs& args)
+      : rows((args.m + Config::kTileM * Config::kCluster - 1) / (Config::kTileM * Config::kCluster)),
+        cols((args.n + Config::kTileN - 1) / Config::kTileN),
+        raster(args.raster),
+        index(blockIdx.x / Config::kCluster),
+        stride(gridDim.x / Config::kCluster) {}
+
+  // The next tile of this CTA, as its first row of A and of B; false when none is left.
+  __device__ __forceinline__ bool next(int cta_rank, int& m0, int& n0) {
+    if (index >= rows * cols) return false;
+    const int group = index / (raster * cols), within = index - group * raster * cols;
+    const int first = group * raster, height = min(raster, rows - first);
+    const int col = within / height, row = first + within - col * height;
+    m0 = (row * Config::kCluster + cta_rank) * Config::kTileM;
+    n0 = col * Config::kTileN;
+    index += stride;
+    return true;
+  }
+};
+
+}  // namespace sp24

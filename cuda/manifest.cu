@@ -1,0 +1,65 @@
+// Host program: prints what kernels.def's configurations follow to, as JSON. build.py runs it, so
+// that no number of a kernel is typed twice.
+#include <cstddef>
+#include <cstdio>
+
+#include "sp24/entry.cuh"
+
+namespace {
+
+const char* separator = "\n";
+
+template <class Config>
+void gemm(const char* name, const char* operand, const char* out, const char* order) {
+  std::printf(
+      "%s{\"name\": \"%s\", \"kind\": \"gemm\", \"fatbin\": \"gemm_%s\", \"a_type\": \"%s\", "
+      "\"b_type\": \"%s\", \"out_type\": \"%s\", \"order\": \"%s\", \"accumulate\": \"f32\", "
+      "\"scales\": [\"tensor\", \"vector\"], \"layout\": \"sm90\", "
+      "\"tile_m\": %d, \"tile_n\": %d, \"tile_k\": %d, \"consumers\": %d, \"cluster\": %d, "
+      "\"stages\": %d, \"threads\": %d, \"smem_bytes\": %zu, \"block_bytes\": %d, "
+      "\"box_rows_b\": %d, \"box_bytes_b\": %d, \"k_multiple\": 4, \"args\": \"gemm\"}",
+      separator, name, operand, operand, operand, out, order, Config::kTileM, Config::kTileN,
+      Config::kTileK, Config::kConsumers, Config::kCluster, Config::kStages, Config::kThreads,
+      sizeof(typename Config::Shared), Config::kBlockBytes, Config::kBoxRowsB, sp24::kRowBytesB);
+  separator = ",\n";
+}
+
+void pack(const char* name, const char* operand) {
+  std::printf(
+      "%s{\"name\": \"%s\", \"kind\": \"pack\", \"fatbin\": \"gemm_%s\", \"a_type\": \"%s\", "
+      "\"threads\": 128, \"smem_bytes\": 0, \"args\": \"pack\"}",
+      separator, name, operand, operand);
+  separator = ",\n";
+}
+
+}  // namespace
+
+#define SP24_STRING_(x) #x
+#define SP24_STRING(x) SP24_STRING_(x)
+
+int main() {
+  std::printf("{\"kernels\": [");
+#define SP24_GEMM(operand, out, order, tile_n, consumers, cluster, stages)                       \
+  gemm<SP24_GEMM_CONFIG(operand, out, order, tile_n, consumers, cluster, stages)>(               \
+      SP24_STRING(SP24_GEMM_NAME(operand, out, order, tile_n, consumers, cluster, stages)),      \
+      #operand, #out, #order);
+#define SP24_PACK(operand) pack(SP24_STRING(SP24_PACK_NAME(operand)), #operand);
+#include "kernels.def"
+  const char* comma = "";
+  std::printf("\n],\n\"args\": {\n\"gemm\": {\"tensor_map_bytes\": %zu, \"bytes\": %zu, \"fields\": [",
+              sizeof(CUtensorMap), sizeof(sp24::GemmArgs));
+#define X(type, name)                                                                         \
+  std::printf("%s[\"%s\", \"%s\", %zu]", comma, #name, #type, offsetof(sp24::GemmArgs, name)); \
+  comma = ", ";
+  SP24_GEMM_ARGS(X)
+#undef X
+  std::printf("]},\n\"pack\": {\"tensor_map_bytes\": 0, \"bytes\": %zu, \"fields\": [",
+              sizeof(sp24::PackArgs));
+  comma = "";
+#define X(type, name)                                                                         \
+  std::printf("%s[\"%s\", \"%s\", %zu]", comma, #name, #type, offsetof(sp24::PackArgs, name)); \
+  comma = ", ";
+  SP24_PACK_ARGS(X)
+#undef X
+  std::printf("]}\n}}\n");
+}

@@ -1,0 +1,268 @@
+"""One Hopper GPU: memory, streams, events, graphs and the kernels loaded on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sp24cli.errors import NoGpuError, Sp24Error
+from sp24cli.gpu.driver import api, check
+from sp24cli.kernels import manifest
+
+#: CUDA 13.0, the first that reads these fatbins (driver R580).
+MIN_DRIVER = 13000
+
+
+class Buffer:
+    """Device memory of ``nbytes`` bytes at ``ptr``; freed with the object or by `free`."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.ptr = int(check(api().cuMemAlloc(max(nbytes, 1))))
+
+    def free(self) -> None:
+        if self.ptr:
+            api().cuMemFree(self.ptr)
+            self.ptr = 0
+
+    def __del__(self) -> None:
+        # __init__ may have failed before there was anything to free.
+        if getattr(self, "ptr", 0):
+            self.free()
+
+    def __enter__(self) -> Buffer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.free()
+
+
+class Event:
+    """A point in a stream, with the time it was passed."""
+
+    def __init__(self, stream: int) -> None:
+        self._stream = stream
+        self.handle = check(api().cuEventCreate(0))
+
+    def record(self) -> None:
+        check(api().cuEventRecord(self.handle, self._stream))
+
+    def synchronize(self) -> None:
+        check(api().cuEventSynchronize(self.handle))
+
+    def __del__(self) -> None:
+        if hasattr(self, "handle"):
+            api().cuEventDestroy(self.handle)
+
+
+def elapsed_ms(start: Event, end: Event) -> float:
+    """Milliseconds between two passed events."""
+    return float(check(api().cuEventElapsedTime(start.handle, end.handle)))
+
+
+class Graph:
+    """A captured piece of work that `launch` enqueues again."""
+
+    def __init__(self, graph: Any, stream: int) -> None:
+        self._stream = stream
+        self._graph = graph
+        self._executable = check(api().cuGraphInstantiate(graph, 0))
+
+    def launch(self) -> None:
+        check(api().cuGraphLaunch(self._executable, self._stream))
+
+    def __del__(self) -> None:
+        if hasattr(self, "_executable"):
+            api().cuGraphExecDestroy(self._executable)
+            api().cuGraphDestroy(self._graph)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A loaded entry point. ``max_clusters`` is how many of its clusters the chip runs at once."""
+
+    handle: Any
+    entry: manifest.Entry | manifest.PackEntry
+    max_clusters: int
+
+
+class Device:
+    """An open GPU. `Device.open` is the way in; calls enqueue on ``stream`` unless told otherwise."""
+
+    def __init__(self, ordinal: int) -> None:
+        cu = api()
+        self.ordinal = ordinal
+        self._device = check(cu.cuDeviceGet(ordinal))
+        attribute = cu.CUdevice_attribute
+
+        def get(name: str) -> int:
+            key = getattr(attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+            return int(check(cu.cuDeviceGetAttribute(key, self._device)))
+
+        self.name = check(cu.cuDeviceGetName(256, self._device)).split(b"\0")[0].decode()
+        capability = (get("COMPUTE_CAPABILITY_MAJOR"), get("COMPUTE_CAPABILITY_MINOR"))
+        if capability != (9, 0):
+            raise NoGpuError(
+                f"no usable GPU: {self.name} has compute capability {capability[0]}."
+                f"{capability[1]}, the kernels need Hopper's 9.0"
+            )
+        self.driver_version = int(check(cu.cuDriverGetVersion()))
+        if self.driver_version < MIN_DRIVER:
+            raise NoGpuError(
+                f"no usable GPU: the driver supports CUDA {self.driver_version // 1000}."
+                f"{self.driver_version % 1000 // 10}, the kernels need 13.0 (driver R580 or newer)"
+            )
+        self.uuid = bytes(check(cu.cuDeviceGetUuid(self._device)).bytes).hex()
+        self.sm_count = get("MULTIPROCESSOR_COUNT")
+        self.l2_bytes = get("L2_CACHE_SIZE")
+        self.clock_khz_max = get("CLOCK_RATE")
+        # The primary context is the one that other libraries of the process use too.
+        self._context = check(cu.cuDevicePrimaryCtxRetain(self._device))
+        check(cu.cuCtxSetCurrent(self._context))
+        self.mem_bytes = int(check(cu.cuDeviceTotalMem(self._device)))
+        flag = cu.CUstream_flags.CU_STREAM_NON_BLOCKING
+        self.stream = int(check(cu.cuStreamCreate(flag)))
+        self._modules: dict[str, Any] = {}
+        self._kernels: dict[str, Kernel] = {}
+
+    @classmethod
+    def open(cls, ordinal: int = 0) -> Device:
+        """The GPU of that number; `NoGpuError` in one line if there is none that fits."""
+        cu = api()
+        count = int(check(cu.cuDeviceGetCount()))
+        if ordinal >= count:
+            raise NoGpuError(f"no usable GPU: number {ordinal} of {count} does not exist")
+        return cls(ordinal)
+
+    def alloc(self, nbytes: int) -> Buffer:
+        return Buffer(nbytes)
+
+    def upload(self, array: npt.NDArray[Any]) -> Buffer:
+        """A device copy of ``array``, C-contiguous."""
+        host = np.ascontiguousarray(array)
+        buffer = Buffer(host.nbytes)
+        if host.nbytes:
+            check(api().cuMemcpyHtoD(buffer.ptr, host.ctypes.data, host.nbytes))
+        return buffer
+
+    def download(
+        self, buffer: Buffer, dtype: npt.DTypeLike, shape: tuple[int, ...]
+    ) -> npt.NDArray[Any]:
+        """A host copy of the start of ``buffer``, once the work enqueued so far is done."""
+        self.synchronize()
+        host = np.empty(shape, dtype)
+        if host.nbytes > buffer.nbytes:
+            raise Sp24Error(f"a buffer of {buffer.nbytes} bytes holds no {shape} {host.dtype}")
+        if host.nbytes:
+            check(api().cuMemcpyDtoH(host.ctypes.data, buffer.ptr, host.nbytes))
+        return host
+
+    def copy_d2d(self, dst: int, src: int, nbytes: int, stream: int | None = None) -> None:
+        check(
+            api().cuMemcpyDtoDAsync(dst, src, nbytes, self.stream if stream is None else stream)
+        )
+
+    def copy_rows(
+        self,
+        dst: int,
+        dst_pitch: int,
+        src: int,
+        src_pitch: int,
+        width: int,
+        rows: int,
+        stream: int | None = None,
+    ) -> None:
+        """``rows`` rows of ``width`` bytes between two pitches."""
+        cu = api()
+        copy = cu.CUDA_MEMCPY2D()
+        copy.srcMemoryType = copy.dstMemoryType = cu.CUmemorytype.CU_MEMORYTYPE_DEVICE
+        copy.srcDevice, copy.srcPitch = src, src_pitch
+        copy.dstDevice, copy.dstPitch = dst, dst_pitch
+        copy.WidthInBytes, copy.Height = width, rows
+        check(cu.cuMemcpy2DAsync(copy, self.stream if stream is None else stream))
+
+    def memset(self, buffer: Buffer, byte: int) -> None:
+        if buffer.nbytes:
+            check(api().cuMemsetD8Async(buffer.ptr, byte, buffer.nbytes, self.stream))
+
+    def synchronize(self) -> None:
+        check(api().cuCtxSynchronize())
+
+    def event(self) -> Event:
+        return Event(self.stream)
+
+    def capture(self, enqueue: Callable[[], None]) -> Graph:
+        """A graph of what ``enqueue`` puts on the device's stream."""
+        cu = api()
+        mode = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        check(cu.cuStreamBeginCapture(self.stream, mode))
+        try:
+            enqueue()
+        finally:
+            graph = check(cu.cuStreamEndCapture(self.stream))
+        return Graph(graph, self.stream)
+
+    def load_module(self, image: bytes) -> Any:
+        return check(api().cuModuleLoadData(image))
+
+    def kernel(self, entry: manifest.Entry | manifest.PackEntry) -> Kernel:
+        """The loaded kernel of a manifest entry, from the package's fatbins."""
+        if entry.name not in self._kernels:
+            if entry.fatbin not in self._modules:
+                self._modules[entry.fatbin] = self.load_module(manifest.load().fatbin(entry.fatbin))
+            self._kernels[entry.name] = self.kernel_from(self._modules[entry.fatbin], entry)
+        return self._kernels[entry.name]
+
+    def kernel_from(self, module: Any, entry: manifest.Entry | manifest.PackEntry) -> Kernel:
+        cu = api()
+        handle = check(cu.cuModuleGetFunction(module, entry.name.encode()))
+        clusters = 0
+        if entry.smem_bytes:
+            attribute = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            check(cu.cuFuncSetAttribute(handle, attribute, entry.smem_bytes))
+        if isinstance(entry, manifest.Entry):
+            config = cu.CUlaunchConfig()
+            config.gridDimX, config.gridDimY, config.gridDimZ = entry.cluster, 1, 1
+            config.blockDimX, config.blockDimY, config.blockDimZ = entry.threads, 1, 1
+            config.sharedMemBytes = entry.smem_bytes
+            size = cu.CUlaunchAttribute()
+            size.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            size.value.clusterDim.x = entry.cluster
+            size.value.clusterDim.y = size.value.clusterDim.z = 1
+            config.attrs, config.numAttrs = [size], 1
+            clusters = int(check(cu.cuOccupancyMaxActiveClusters(handle, config)))
+            if not clusters:
+                raise NoGpuError(f"kernel {entry.name} does not fit on {self.name}")
+        return Kernel(handle, entry, clusters)
+
+    def launch(
+        self, kernel: Kernel, grid: int, parameters: list[npt.NDArray[Any]], stream: int
+    ) -> None:
+        """Starts ``grid`` CTAs. ``parameters`` are the kernel's, as host arrays in order."""
+        pointers = np.array([p.ctypes.data for p in parameters], np.uint64)
+        entry = kernel.entry
+        check(
+            api().cuLaunchKernel(
+                kernel.handle,
+                grid,
+                1,
+                1,
+                entry.threads,
+                1,
+                1,
+                entry.smem_bytes,
+                stream,
+                pointers.ctypes.data,
+                0,
+            )
+        )

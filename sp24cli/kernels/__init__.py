@@ -1,0 +1,1 @@
+"""The prebuilt kernels: fatbins and the manifest that describes every entry."""

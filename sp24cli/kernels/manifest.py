@@ -1,0 +1,129 @@
+"""Reader of ``kernels.json``, the description that the build writes beside the fatbins."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).resolve().parent
+
+
+@dataclass(frozen=True)
+class ArgumentLayout:
+    """A kernel's parameter struct: (name, C type, byte offset) of each field."""
+
+    tensor_map_bytes: int
+    bytes: int
+    fields: tuple[tuple[str, str, int], ...]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One GEMM kernel.
+
+    ``tile_m``, ``tile_n``, ``tile_k`` are the logical sizes of one CTA's tile and of one stage,
+    ``cluster`` the CTAs along M that share B, ``box_rows_b`` x ``box_bytes_b`` the box of B that
+    one copy brings, ``block_bytes`` one block of the ``sm90`` image.
+    """
+
+    name: str
+    fatbin: str
+    a_type: str
+    b_type: str
+    out_type: str
+    order: str
+    accumulate: str
+    scales: tuple[str, ...]
+    layout: str
+    tile_m: int
+    tile_n: int
+    tile_k: int
+    consumers: int
+    cluster: int
+    stages: int
+    threads: int
+    smem_bytes: int
+    block_bytes: int
+    box_rows_b: int
+    box_bytes_b: int
+    k_multiple: int
+    registers: int
+    local_bytes: int
+    args: str
+
+
+@dataclass(frozen=True)
+class PackEntry:
+    """A kernel that turns ``row`` into ``sm90``; its grid is one CTA a block."""
+
+    name: str
+    fatbin: str
+    a_type: str
+    threads: int
+    smem_bytes: int
+    registers: int
+    local_bytes: int
+    args: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything the package knows of its kernels. ``sha256`` names the set of fatbins."""
+
+    entries: tuple[Entry, ...]
+    pack_entries: tuple[PackEntry, ...]
+    args: dict[str, ArgumentLayout]
+    fatbins: dict[str, str]
+    sources: str
+    nvcc: str
+
+    @property
+    def sha256(self) -> str:
+        text = "".join(f"{name} {digest}\n" for name, digest in sorted(self.fatbins.items()))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def fatbin(self, name: str) -> bytes:
+        return (FOLDER / f"{name}.fatbin").read_bytes()
+
+
+def _entry(cls: type[Any], raw: dict[str, Any]) -> Any:
+    return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in raw.items() if k != "kind"})
+
+
+@cache
+def load() -> Manifest:
+    """The manifest of the fatbins in the package."""
+    raw = json.loads((FOLDER / "kernels.json").read_text())
+    return Manifest(
+        entries=tuple(_entry(Entry, k) for k in raw["kernels"] if k["kind"] == "gemm"),
+        pack_entries=tuple(_entry(PackEntry, k) for k in raw["kernels"] if k["kind"] == "pack"),
+        args={
+            name: ArgumentLayout(
+                a["tensor_map_bytes"], a["bytes"], tuple((n, t, o) for n, t, o in a["fields"])
+            )
+            for name, a in raw["args"].items()
+        },
+        fatbins=raw["fatbins"],
+        sources=raw["sources"],
+        nvcc=raw["nvcc"],
+    )
+
+
+def source_files(root: Path) -> list[Path]:
+    """The files under ``cuda/`` that the fatbins are made from, in a fixed order."""
+    kinds = {".cu", ".cuh", ".def"}
+    return sorted(p for p in root.rglob("*") if p.suffix in kinds)
+
+
+def source_hash(files: Iterable[Path]) -> str:
+    """One hash over names and contents, the guard that ties the fatbins to their sources."""
+    digest = hashlib.sha256()
+    for path in files:
+        digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
