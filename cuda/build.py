@@ -1,6 +1,6 @@
 """Builds the fatbins and their manifest from ``cuda/`` into the package. Needs nvcc 13.
 
-    python cuda/build.py [--jobs N]
+    python cuda/build.py [--jobs N] [--output FOLDER] [--racecheck]
 
 Everything a kernel's manifest entry says comes from the sources: the configuration from a host
 program made of ``kernels.def`` (``manifest.cu``), registers and local memory from ptxas.
@@ -55,7 +55,12 @@ def resources(ptxas_log: str) -> dict[str, dict[str, int]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
-    jobs = parser.parse_args().jobs
+    parser.add_argument("--output", type=Path, default=PACKAGE, help="folder of the results")
+    parser.add_argument("--racecheck", action="store_true", help="see kArrivingLanes in config.cuh")
+    options = parser.parse_args()
+    jobs, output = options.jobs, options.output
+    flags = [*FLAGS, "-DSP24_RACECHECK"] if options.racecheck else FLAGS
+    output.mkdir(parents=True, exist_ok=True)
     nvcc = shutil.which("nvcc") or sys.exit("make kernels needs nvcc (CUDA 13) on the PATH")
     with tempfile.TemporaryDirectory() as scratch:
         sources = sorted(ROOT.glob("gemm_*.cu"))
@@ -64,7 +69,7 @@ def main() -> None:
             logs = list(
                 pool.map(
                     lambda s, out: run(
-                        nvcc, *FLAGS, "-Xptxas", "-v,--warn-on-spills", "-fatbin", s, "-o", out
+                        nvcc, *flags, "-Xptxas", "-v,--warn-on-spills", "-fatbin", s, "-o", out
                     ),
                     sources,
                     fatbins,
@@ -79,17 +84,17 @@ def main() -> None:
         release = re.search(r"release [\d.]+, V([\d.]+)", run(nvcc, "--version"))
         manifest["nvcc"] = release.group(1) if release else "unknown"
         manifest["sources"] = source_hash(source_files(ROOT))
-        manifest["fatbins"] = {
-            f.stem: hashlib.sha256(f.read_bytes()).hexdigest() for f in fatbins
-        }
-        for old in PACKAGE.glob("*.fatbin"):
+        manifest["fatbins"] = {f.stem: hashlib.sha256(f.read_bytes()).hexdigest() for f in fatbins}
+        for old in output.glob("*.fatbin"):
             old.unlink()
         for f in fatbins:
-            shutil.copyfile(f, PACKAGE / f.name)
+            shutil.copyfile(f, output / f.name)
         text = json.dumps(manifest, indent=1)
         # A kernel a line keeps the file's diffs readable.
-        text = re.sub(r"\{\n   ([^{}]*?)\n  \}", lambda m: "{" + re.sub(r"\n\s*", " ", m[1]) + "}", text)
-        (PACKAGE / "kernels.json").write_text(text + "\n")
+        text = re.sub(
+            r"\{\n   ([^{}]*?)\n  \}", lambda m: "{" + re.sub(r"\n\s*", " ", m[1]) + "}", text
+        )
+        (output / "kernels.json").write_text(text + "\n")
     spilled = [k["name"] for k in manifest["kernels"] if k["local_bytes"]]
     if spilled:
         sys.exit("local memory is used by " + ", ".join(spilled))

@@ -4,8 +4,8 @@
 
 1. The manifest's source hash is that of ``cuda/`` and each fatbin has its recorded hash.
 2. Manifest entries equal the fatbins' symbols.
-3. In the machine code: no local memory, no ``MEMBAR`` in a loop, and no register that holds the
-   metadata of a ``wgmma`` in flight is written before the wait that covers it.
+3. In the machine code: no local memory, no ``MEMBAR`` in the loop over K, and no register that
+   holds the metadata of a ``wgmma`` in flight is written before the wait that covers it.
 
 The second and third need ``cuobjdump`` and ``nvdisasm`` (PyPI: nvidia-cuda-cuobjdump,
 nvidia-cuda-nvdisasm, both among the development tools).
@@ -26,7 +26,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,53 +93,26 @@ class Flow:
             ends = ins.opcode in ("EXIT", "RET") or (
                 ins.opcode == "BRA" and not ins.predicate and re.match(r"0x", ins.operands)
             )
-            if not ends or (ins.opcode == "EXIT" and ins.predicate):
-                if i + 1 < len(code):
-                    follow.add(i + 1)
+            falls_through = not ends or (ins.opcode == "EXIT" and ins.predicate)
+            if falls_through and i + 1 < len(code):
+                follow.add(i + 1)
             self.next.append(follow)
 
-    def in_loop(self) -> set[int]:
-        """Instructions that can be reached again from themselves (Tarjan's components)."""
-        index: dict[int, int] = {}
-        low: dict[int, int] = {}
-        stack: list[int] = []
-        on_stack: set[int] = set()
-        looping: set[int] = set()
-        for root in range(len(self.code)):
-            if root in index:
-                continue
-            work: list[tuple[int, Iterator[int]]] = []
+    def in_loop(self, start: int) -> bool:
+        """Whether an instruction can be reached again from itself within the sum of one tile.
 
-            def enter(v: int) -> None:
-                index[v] = low[v] = len(index)
-                stack.append(v)
-                on_stack.add(v)
-                work.append((v, iter(self.next[v])))
-
-            enter(root)
-            while work:
-                v, following = work[-1]
-                for w in following:
-                    if w not in index:
-                        enter(w)
-                        break
-                    if w in on_stack:
-                        low[v] = min(low[v], index[w])
-                else:
-                    work.pop()
-                    if work:
-                        low[work[-1][0]] = min(low[work[-1][0]], low[v])
-                    if low[v] == index[v]:
-                        part = []
-                        while True:
-                            w = stack.pop()
-                            on_stack.discard(w)
-                            part.append(w)
-                            if w == v:
-                                break
-                        if len(part) > 1 or v in self.next[v]:
-                            looping.update(part)
-        return looping
+        A path from tile to tile goes through the wait for all wgmmas, which ends a sum.
+        """
+        seen: set[int] = set()
+        work = [start]
+        while work:
+            for i in self.next[work.pop()] - seen:
+                ins = self.code[i]
+                if ins.opcode.startswith("WARPGROUP.DEPBAR") and ins.operands.endswith("0x0"):
+                    continue
+                seen.add(i)
+                work.append(i)
+        return start in seen
 
 
 #: Opcodes whose first operand is not a register that they write.
@@ -211,11 +183,10 @@ def check_machine_code(name: str, code: list[Instruction]) -> list[str]:
         for ins in code
         if ins.opcode.split(".")[0] in ("LDL", "STL")
     ]
-    looping = flow.in_loop()
     faults += [
-        f"{ins.opcode} in a loop at {ins.address:#x}"
+        f"{ins.opcode} in the loop over K at {ins.address:#x}"
         for i, ins in enumerate(code)
-        if i in looping and ins.opcode.split(".")[0] in ("MEMBAR", "ERRBAR")
+        if ins.opcode.split(".")[0] in ("MEMBAR", "ERRBAR") and flow.in_loop(i)
     ]
     return [f"{name}: {fault}" for fault in faults + overwritten_metadata(flow)]
 
@@ -227,7 +198,9 @@ def main() -> None:
     options = parser.parse_args()
     if options.fatbin:
         faults = [
-            f for name, code in disassemble(options.fatbin).items() for f in check_machine_code(name, code)
+            f
+            for name, code in disassemble(options.fatbin).items()
+            for f in check_machine_code(name, code)
         ]
         sys.exit("\n".join(faults) if faults else 0)
     loaded = manifest.load()
@@ -241,6 +214,7 @@ def main() -> None:
     ]
     count = 0
     if not options.no_sass:
+        everything: list[manifest.Entry | manifest.PackEntry]
         everything = [*loaded.entries, *loaded.pack_entries]
         for fatbin in loaded.fatbins:
             functions = disassemble(manifest.FOLDER / f"{fatbin}.fatbin")

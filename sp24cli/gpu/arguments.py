@@ -32,7 +32,9 @@ def pack_struct(layout: ArgumentLayout, values: dict[str, int]) -> npt.NDArray[A
     return struct
 
 
-def tensor_map(ptr: int, row_bytes: int, rows: int, pitch: int, box: tuple[int, int]) -> npt.NDArray[Any]:
+def tensor_map(
+    ptr: int, row_bytes: int, rows: int, pitch: int, box: tuple[int, int]
+) -> npt.NDArray[Any]:
     """The 128 bytes of a ``CUtensorMap`` over ``rows`` rows of bytes with the 128-byte swizzle.
 
     ``box`` is (bytes, rows). What lies outside the matrix is read as zero. ``ptr`` and ``pitch``

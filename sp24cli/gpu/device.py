@@ -97,7 +97,7 @@ class Kernel:
 
 
 class Device:
-    """An open GPU. `Device.open` is the way in; calls enqueue on ``stream`` unless told otherwise."""
+    """An open GPU, by `Device.open`. Calls enqueue on ``stream`` unless told otherwise."""
 
     def __init__(self, ordinal: int) -> None:
         cu = api()
@@ -153,6 +153,8 @@ class Device:
         buffer = Buffer(host.nbytes)
         if host.nbytes:
             check(api().cuMemcpyHtoD(buffer.ptr, host.ctypes.data, host.nbytes))
+            # From pageable memory the copy may return early, and our stream would not wait.
+            self.synchronize()
         return buffer
 
     def download(
@@ -168,9 +170,7 @@ class Device:
         return host
 
     def copy_d2d(self, dst: int, src: int, nbytes: int, stream: int | None = None) -> None:
-        check(
-            api().cuMemcpyDtoDAsync(dst, src, nbytes, self.stream if stream is None else stream)
-        )
+        check(api().cuMemcpyDtoDAsync(dst, src, nbytes, self.stream if stream is None else stream))
 
     def copy_rows(
         self,
@@ -246,23 +246,29 @@ class Device:
         return Kernel(handle, entry, clusters)
 
     def launch(
-        self, kernel: Kernel, grid: int, parameters: list[npt.NDArray[Any]], stream: int
+        self,
+        kernel: Kernel,
+        grid: int,
+        parameters: list[npt.NDArray[Any]],
+        stream: int,
+        *,
+        overlap: bool = False,
     ) -> None:
-        """Starts ``grid`` CTAs. ``parameters`` are the kernel's, as host arrays in order."""
+        """Starts ``grid`` CTAs. ``parameters`` are the kernel's, as host arrays in order.
+
+        ``overlap``: CTAs may start before the kernel before has ended (programmatic dependent
+        launch), for kernels that wait for it themselves.
+        """
+        cu, entry = api(), kernel.entry
         pointers = np.array([p.ctypes.data for p in parameters], np.uint64)
-        entry = kernel.entry
-        check(
-            api().cuLaunchKernel(
-                kernel.handle,
-                grid,
-                1,
-                1,
-                entry.threads,
-                1,
-                1,
-                entry.smem_bytes,
-                stream,
-                pointers.ctypes.data,
-                0,
-            )
-        )
+        config = cu.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = entry.threads, 1, 1
+        config.sharedMemBytes = entry.smem_bytes
+        config.hStream = stream
+        if overlap:
+            early = cu.CUlaunchAttribute()
+            early.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            early.value.programmaticStreamSerializationAllowed = 1
+            config.attrs, config.numAttrs = [early], 1
+        check(cu.cuLaunchKernelEx(config, kernel.handle, pointers.ctypes.data, 0))

@@ -5,19 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
 from sp24cli.errors import Sp24Error
 from sp24cli.gpu.arguments import pack_struct, tensor_map
+from sp24cli.gpu.arrays import DeviceArray, View, view
 from sp24cli.gpu.device import Buffer, Device, Kernel
-from sp24cli.gpu.select import candidates, select
+from sp24cli.gpu.select import candidates, cta_tiles, select
 from sp24cli.kernels import manifest
 from sp24cli.optypes import BLOCK_ROWS, OperandType, operand_type
 from sp24cli.packed import PackedMatrix
 
-#: Bytes of an output element.
-OUT_BYTES = {"f16": 2, "bf16": 2, "f32": 4}
+#: The output types, as numpy knows them.
+OUT_DTYPES: dict[str, np.dtype[Any]] = {
+    "bf16": np.dtype(ml_dtypes.bfloat16),
+    "f16": np.dtype(np.float16),
+    "f32": np.dtype(np.float32),
+}
 
 #: Cluster rows a group of the tile order; groups of eight read the least from memory (hopper.md).
 RASTER = 8
@@ -64,7 +70,7 @@ class Plan:
         b = tensor_map(
             _pointer(x), k * item, self.n, ldx * item, (entry.box_bytes_b, entry.box_rows_b)
         )
-        out_bytes = OUT_BYTES[entry.out_type]
+        out_bytes = OUT_DTYPES[entry.out_type].itemsize
         args = pack_struct(
             manifest.load().args[entry.args],
             {
@@ -84,10 +90,12 @@ class Plan:
                 "raster": self.raster,
             },
         )
-        rows = -(-m // (entry.tile_m * entry.cluster))
-        tiles = rows * -(-self.n // entry.tile_n)
-        grid = min(tiles, self.loaded.max_clusters) * entry.cluster
-        device.launch(self.loaded, grid, [b, args], stream)
+        tiles = cta_tiles(entry, m, self.n)
+        grid = min(tiles, self.loaded.max_clusters * entry.cluster)
+        # With few tokens and several tiles a CTA memory sets the pace, and CTAs that start one by
+        # one read it less evenly (28672x16x8192: 38.8 us overlapped, 37.0 us not).
+        overlap = tiles == grid or entry.tile_n >= 128
+        device.launch(self.loaded, grid, [b, args], stream, overlap=overlap)
 
 
 class SparseWeight:
@@ -145,7 +153,8 @@ class SparseWeight:
     ) -> Plan:
         """The kernel for ``n`` tokens, or the one named ``kernel``."""
         if kernel is None:
-            entry = select(self.type.name, out_dtype, order, n)
+            sms = self.device.sm_count
+            entry = select(self.type.name, out_dtype, order, self.shape[0], n, sms)
         else:
             found = candidates(self.type.name, out_dtype, order)
             named = [e for e in found if e.name == kernel]
@@ -156,6 +165,94 @@ class SparseWeight:
                 )
             entry = named[0]
         return Plan(self, entry, self.device.kernel(entry), n, raster)
+
+
+def matmul(
+    weight: SparseWeight,
+    x: Any,
+    *,
+    out: Any = None,
+    out_dtype: str = "bf16",
+    order: str = "nm",
+    scale: Any = None,
+    bias: Any = None,
+    kernel: str | None = None,
+    stream: int = 0,
+) -> Any:
+    """D = A Bᵀ for device arrays of any library that speaks DLPack or the CUDA array interface.
+
+    Args:
+        weight: A [M, K], from `SparseWeight.upload`.
+        x: B [N, K] of the weight's type, or its bits as uint8, K contiguous. If its rows do not
+            start at multiples of 16 bytes it is copied first.
+        out: where D goes, [N, M] (order ``nm``) or [M, N] (``mn``), its rows contiguous, of type
+            bf16, f16 or f32. Without it a `DeviceArray` of ``out_dtype`` is returned.
+        scale: f32, one for all of x or one a row of it.
+        bias: f32 [M].
+        stream: the CUDA stream, as an integer; 0 is the default stream, torch's and CuPy's too.
+
+    Raises:
+        Sp24Error: shapes or types that do not fit, by name.
+    """
+    m, k = weight.shape
+    device, item = weight.device, weight.type.itemsize
+    b = view(x, "x", stream)
+    if b.dtype not in (weight.type.dtype, np.dtype(f"u{item}")):
+        raise Sp24Error(f"x is {b.dtype}, the weight is {weight.type.dtype}")
+    if len(b.shape) != 2 or b.shape[1] != k:
+        raise Sp24Error(f"x is {list(b.shape)}, the weight {[m, k]} needs [N, {k}]")
+    n, ldx = b.shape[0], b.strides[0]
+    if k > 1 and b.strides[1] != 1:
+        raise Sp24Error("x is not contiguous along K")
+    d = None if out is None else view(out, "out", stream)
+    if d is not None:
+        named = [name for name, dtype in OUT_DTYPES.items() if dtype == d.dtype]
+        if not named:
+            raise Sp24Error(f"out is {d.dtype}, the kernels write {', '.join(OUT_DTYPES)}")
+        out_dtype = named[0]
+    shape = (n, m) if order == "nm" else (m, n)
+    if d is None:
+        out = DeviceArray(device, shape, OUT_DTYPES[out_dtype])
+        d = out.view()
+    if d.shape != shape or (shape[1] > 1 and d.strides[1] != 1):
+        raise Sp24Error(
+            f"out is {list(d.shape)}, order {order} needs {list(shape)}, rows contiguous"
+        )
+    scales = None if scale is None else _vector(scale, "scale", (1, n), stream)
+    biases = None if bias is None else _vector(bias, "bias", (m,), stream)
+    plan = weight.plan(n, out_dtype, order, kernel)
+    ptr = b.ptr
+    spare = None
+    if ptr % 16 or ldx * item % 16 or (n > 1 and ldx < k):
+        pitch = -(-k * item // 16) * 16
+        spare = device.alloc(n * pitch)
+        device.copy_rows(spare.ptr, pitch, ptr, ldx * item, k * item, n, stream)
+        ptr, ldx = spare.ptr, pitch // item
+    plan.enqueue(
+        ptr,
+        max(ldx, k),
+        d.ptr,
+        d.strides[0] if shape[0] > 1 else None,
+        scale_b=None if scales is None else scales.ptr,
+        scale_b_rows=scales is not None and scales.shape != (1,),
+        bias=None if biases is None else biases.ptr,
+        stream=stream,
+    )
+    if spare is not None:
+        # Freeing waits for the product that reads the copy.
+        spare.free()
+    return out
+
+
+def _vector(array: Any, what: str, lengths: tuple[int, ...], stream: int) -> View:
+    found = view(array, what, stream)
+    count = int(np.prod(found.shape))
+    if found.dtype != np.float32 or count not in lengths:
+        raise Sp24Error(
+            f"{what} is {found.dtype} {list(found.shape)}, needed is f32 of "
+            f"{' or '.join(map(str, lengths))}"
+        )
+    return View(found.ptr, (count,), (1,), found.dtype, found.owner)
 
 
 def _pointer(buffer: Buffer | int | None) -> int:
@@ -186,9 +283,7 @@ def turn_to_sm90(
     loaded = manifest.load()
     # The two 16-bit types differ in nothing that packing sees.
     width = next(
-        e
-        for e in loaded.pack_entries
-        if operand_type(e.a_type).itemsize == optype.itemsize
+        e for e in loaded.pack_entries if operand_type(e.a_type).itemsize == optype.itemsize
     )
     with device.upload(values.view(np.uint8)) as values_gpu, device.upload(meta) as meta_gpu:
         args = pack_struct(

@@ -37,7 +37,10 @@ INFO = PackInfo((8, 16), "F32", "e4m3", SPECS[0], "given", "row", "satfinite")
 def packed(m: int, k: int, type_name: str, spec: ScaleSpec, layout: Layout = "row") -> PackedMatrix:
     """Random bytes in every part: files do not look into them."""
     info = PackInfo((m, k), "F32", type_name, spec, "given", layout, "satfinite")
-    matrix = PackedMatrix.empty(info)
+    expected = info.parts().get("scale")
+    matrix = PackedMatrix.empty(
+        info, None if expected is None else np.empty(expected[1], expected[0])
+    )
     rng = np.random.default_rng(m + k)
     for part in PARTS:
         array = getattr(matrix, part)

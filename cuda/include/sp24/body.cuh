@@ -28,15 +28,21 @@ struct Ring {
   }
 };
 
+// Boxes of B that a CTA prefetches at most.
+constexpr int kPrefetchBoxes = 2;
+
 // One thread. Fills stages: each consumer's block of A for this CTA, and this CTA's share of B for
 // the whole cluster.
 //
 // Order. A stage is written again only after empty[stage] has completed, that is after every
-// consumer warp of every CTA that the write reaches has arrived there. Each warp arrives after the
-// wgmmas that read the stage have been waited for and after its metadata is in registers that those
-// wgmmas consumed, so its reads are over, not merely ordered: no fence is needed against the copies
-// that follow, and a relaxed arrive is enough. The bytes themselves are published by the copies'
-// complete_tx on full[stage], which consumers acquire.
+// consumer warp of every CTA that the write reaches has arrived there. Each warp arrives, together,
+// after the wgmmas that read the stage have been waited for.
+// - A and metadata are written by this CTA alone. Its consumers' arrivals release and the wait here
+//   acquires, which orders their metadata loads before the copy; A they read by wgmma, which is over.
+// - B is also written for the other CTAs of the cluster, and there read by wgmma alone. A wgmma that
+//   has been waited for has read its operands, so there is nothing left to order: those CTAs' arrivals
+//   are relaxed. (A release at cluster scope would be a MEMBAR.ALL.GPU in the loop.)
+// The bytes are published by the copies' complete_tx on full[stage], which consumers acquire.
 template <class Config>
 __device__ __forceinline__ void produce(const CUtensorMap* map_b, const GemmArgs& args,
                                         uint32_t shared, uint32_t cta_rank) {
@@ -45,6 +51,15 @@ __device__ __forceinline__ void produce(const CUtensorMap* map_b, const GemmArgs
   const int64_t row_bytes = int64_t{args.k_blocks} * Config::kBlockBytes;
   Ring<Config::kStages> ring;
   Schedule<Config> schedule(args);
+  const uint64_t policy_a = ptx::l2_policy(schedule.cols == 1);
+  ptx::wait_for_prerequisites();  // B is read from here on
+  // A B that all CTAs will read at once is brought into L2 first, a box a CTA, or each box would be
+  // asked for by every one of them while it is still on its way from memory.
+  const int boxes_n = (args.n + Config::kBoxRowsB - 1) / Config::kBoxRowsB;
+  const int boxes = args.k_blocks * boxes_n;
+  if (boxes <= kPrefetchBoxes * gridDim.x)
+    for (int box = blockIdx.x; box < boxes; box += gridDim.x)
+      ptx::tensor_prefetch(map_b, box / boxes_n * kRowBytesB, box % boxes_n * Config::kBoxRowsB);
   for (int m0, n0; schedule.next(cta_rank, m0, n0);) {
     const uint8_t* blocks[Config::kConsumers];
 #pragma unroll
@@ -58,13 +73,14 @@ __device__ __forceinline__ void produce(const CUtensorMap* map_b, const GemmArgs
       const uint32_t full = shared + offsetof(Shared, full) + ring.stage * 8;
       const uint32_t empty = shared + offsetof(Shared, empty) + ring.stage * 8;
       // The first round finds the barrier fresh: the phase before its first counts as complete.
-      ptx::mbarrier_wait_relaxed_cluster(empty, ring.parity ^ 1);
+      ptx::mbarrier_wait(empty, ring.parity ^ 1);
       ptx::mbarrier_arrive_expect_tx(full, Config::kStageBytes);
       const uint32_t stage_a =
           shared + offsetof(Shared, a) + ring.stage * Config::kConsumers * Config::kBlockBytes;
 #pragma unroll
       for (int w = 0; w < Config::kConsumers; ++w) {
-        ptx::bulk_copy(stage_a + w * Config::kBlockBytes, blocks[w], Config::kBlockBytes, full);
+        ptx::bulk_copy(stage_a + w * Config::kBlockBytes, blocks[w], Config::kBlockBytes, full,
+                       policy_a);
         blocks[w] += Config::kBlockBytes;
       }
       const uint32_t stage_b = shared + offsetof(Shared, b) +
@@ -91,11 +107,16 @@ __device__ __forceinline__ void consume(const GemmArgs& args, uint32_t shared, u
   constexpr int kStages = Config::kStages;
   const int lane = threadIdx.x % 32;
 
-  // Lane c of each warp arrives for its warp at CTA c's barrier.
-  const uint32_t empty = ptx::map_to_cta(shared + offsetof(Shared, empty),
-                                         lane < Config::kCluster ? lane : cta_rank);
+  // Lane c of a warp arrives for it at CTA c's barrier: see `produce` for the two kinds of arrival.
+  const uint32_t empty = shared + offsetof(Shared, empty);
+  const bool arrives_there = lane < Config::kCluster && lane != cta_rank;
+  const bool arrives_here = kArrivingLanes == 32 || lane == cta_rank;
+  const uint32_t there = ptx::map_to_cta(empty, arrives_there ? lane : cta_rank);
   const auto release = [&](uint32_t stage) {
-    if (lane < Config::kCluster) ptx::mbarrier_arrive_relaxed_cluster(empty + stage * 8);
+    __syncwarp();  // the arriving lanes speak for the reads of all
+    if (arrives_here) ptx::mbarrier_arrive(empty + stage * 8);
+    if (Config::kCluster > 1 && arrives_there)
+      ptx::mbarrier_arrive_relaxed_cluster(there + stage * 8);
   };
 
   const uint32_t a0 = shared + offsetof(Shared, a) + warpgroup * Config::kBlockBytes;
@@ -138,6 +159,7 @@ __device__ __forceinline__ void consume(const GemmArgs& args, uint32_t shared, u
   };
   const auto nothing = [] {};
 
+  ptx::wait_for_prerequisites();  // scales are read and D is written from here on
   ColumnScales<Config> scales(shared, warpgroup);
   Store16<Config> finished;  // the tile before, as far as it is not stored yet
   for (int m0, n0; schedule.next(cta_rank, m0, n0);) {
@@ -183,8 +205,7 @@ __device__ __forceinline__ void gemm(const CUtensorMap& map_b, const GemmArgs& a
   if (warp == 0 && ptx::elect_one()) {
     for (int s = 0; s < Config::kStages; ++s) {
       ptx::mbarrier_init(shared + offsetof(Shared, full) + s * 8, 1);
-      ptx::mbarrier_init(shared + offsetof(Shared, empty) + s * 8,
-                         4 * Config::kConsumers * Config::kCluster);
+      ptx::mbarrier_init(shared + offsetof(Shared, empty) + s * 8, Config::kReleases);
     }
     ptx::fence_mbarrier_init();
     ptx::prefetch_tensor_map(&map_b);
@@ -192,13 +213,16 @@ __device__ __forceinline__ void gemm(const CUtensorMap& map_b, const GemmArgs& a
   // No CTA may copy into, or arrive at, another's shared memory before its barriers stand.
   ptx::cluster_sync();
 
+  ptx::launch_dependents();
+
   if (warp >= 4 * Config::kConsumers) {
-    ptx::set_registers_down<Config::kProducerRegisters>();
+    if constexpr (Config::kSharesRegisters)
+      ptx::set_registers_down<Config::kProducerRegisters>();
     if (warp == 4 * Config::kConsumers && ptx::elect_one())
       produce<Config>(&map_b, args, shared, cta_rank);
     __syncwarp();
   } else {
-    ptx::set_registers_up<Config::kConsumerRegisters>();
+    if constexpr (Config::kSharesRegisters) ptx::set_registers_up<Config::kConsumerRegisters>();
     consume<Config>(args, shared, cta_rank, warp / 4);
   }
   // A CTA's shared memory must outlive the copies and arrivals that its cluster sends to it.

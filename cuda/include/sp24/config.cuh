@@ -12,6 +12,15 @@ constexpr int kBlockRows = 64;       // M of one wgmma
 constexpr int kBlockValueBytes = 4096;  // 64 rows of 64 bytes
 constexpr int kRowBytesB = 128;      // bytes of a row of B against one block: one swizzle span
 
+// Lanes of a warp that arrive at this CTA's barrier when a stage has been read. One is enough, after
+// a __syncwarp; but racecheck does not see that (in converged code it is no instruction) and reports
+// the other lanes' metadata loads, so for it every lane arrives for itself: build.py --racecheck.
+#ifdef SP24_RACECHECK
+constexpr int kArrivingLanes = 32;
+#else
+constexpr int kArrivingLanes = 1;
+#endif
+
 template <class Operand_, class Out_, Order kOrder_, int kTileN_, int kConsumers_, int kCluster_,
           int kStages_>
 struct GemmConfig {
@@ -26,15 +35,19 @@ struct GemmConfig {
   static constexpr int kTileM = kConsumers * kBlockRows;
   static constexpr int kTileK = kRowBytesB / Operand::kItemBytes;  // logical K of a stage
   static constexpr int kThreads = (kConsumers + 1) * 128;          // the last warpgroup produces
-  // Registers a thread once the roles are known: the 64K of an SM, shared out again.
+  // Registers a thread once the roles are known: the 64K of an SM, shared out again. With one
+  // consumer every thread has enough from the start.
+  static constexpr bool kSharesRegisters = kConsumers > 1;
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
   static constexpr int kBlockBytes = kBlockValueBytes + Operand::kMetaBytes;
   // Whether a finished tile is stored while the next is multiplied: its rounded half fits beside
   // the accumulators.
   static constexpr bool kDeferred = sizeof(typename Out::Item) == 2 && kTileN >= 128;
+  // Arrivals that free a stage: of each consumer warp of this CTA, and of the cluster's others.
+  static constexpr int kReleases = 4 * kConsumers * (kArrivingLanes + kCluster - 1);
   static constexpr int kBoxRowsB = kTileN / kCluster;  // rows of B that one CTA fetches
 
-  static_assert(kConsumers == 2, "232 registers a consumer thread and 40 a producer's fill the SM");
+  static_assert(kConsumers <= 2, "232 registers a consumer thread and 40 a producer's fill the SM");
   static_assert(kTileN % 16 == 0 && kTileN <= 256, "an epilogue chunk is 16 columns wide");
   static_assert(kCluster == 1 || kBoxRowsB % 8 == 0, "a share of B is whole swizzle atoms");
   static_assert(kBlockBytes % 512 == 0, "a 64-byte swizzle atom is 512 bytes");

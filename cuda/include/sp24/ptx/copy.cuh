@@ -7,13 +7,22 @@
 
 namespace sp24::ptx {
 
+// How L2 should treat what a copy reads (PTX ISA, "createpolicy"): as any line, or as one that will
+// not be read again.
+__device__ __forceinline__ uint64_t l2_policy(bool read_once) {
+  uint64_t normal, first;
+  asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(normal));
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(first));
+  return read_once ? first : normal;
+}
+
 // `bytes` contiguous bytes of global memory; both addresses and the size are multiples of 16.
 __device__ __forceinline__ void bulk_copy(uint32_t dst, const void* src, uint32_t bytes,
-                                          uint32_t bar) {
+                                          uint32_t bar, uint64_t policy) {
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-          dst),
-      "l"(src), "r"(bytes), "r"(bar)
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1], %2, [%3], %4;" ::"r"(dst),
+      "l"(src), "r"(bytes), "r"(bar), "l"(policy)
       : "memory");
 }
 
@@ -35,6 +44,13 @@ __device__ __forceinline__ void tensor_copy_multicast(uint32_t dst, const CUtens
       ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(dst),
       "l"(map), "r"(x), "r"(y), "r"(bar), "h"(cta_mask)
       : "memory");
+}
+
+// Brings the box into L2.
+__device__ __forceinline__ void tensor_prefetch(const CUtensorMap* map, int x, int y) {
+  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(map), "r"(x),
+               "r"(y)
+               : "memory");
 }
 
 __device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {

@@ -19,35 +19,24 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint32_t bar, uint32_t
                : "memory");
 }
 
-// Arrives at a barrier of any CTA of the cluster. Relaxed: it publishes no writes.
+// Arrives at this CTA's barrier; releases what the thread did before, at CTA scope.
+__device__ __forceinline__ void mbarrier_arrive(uint32_t bar) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
+}
+
+// Arrives at a barrier of any CTA of the cluster. Relaxed: it publishes nothing.
 __device__ __forceinline__ void mbarrier_arrive_relaxed_cluster(uint32_t cluster_bar) {
   asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(cluster_bar)
                : "memory");
 }
 
-// Waits until the phase of this parity has completed.
+// Waits until the phase of this parity has completed; acquires at CTA scope.
 __device__ __forceinline__ void mbarrier_wait(uint32_t bar, uint32_t parity) {
   asm volatile(
       "{\n"
       ".reg .pred p;\n"
       "WAIT:\n"
       "mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
-      "@p bra DONE;\n"
-      "bra WAIT;\n"
-      "DONE:\n"
-      "}\n" ::"r"(bar),
-      "r"(parity)
-      : "memory");
-}
-
-// The same for a barrier that other CTAs arrive at. Relaxed: the waiter learns that the phase is
-// over and acquires no writes (an acquire of cluster scope would invalidate L1 each time).
-__device__ __forceinline__ void mbarrier_wait_relaxed_cluster(uint32_t bar, uint32_t parity) {
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
-      "WAIT:\n"
-      "mbarrier.try_wait.parity.relaxed.cluster.shared::cta.b64 p, [%0], %1;\n"
       "@p bra DONE;\n"
       "bra WAIT;\n"
       "DONE:\n"

@@ -81,6 +81,16 @@ __device__ __forceinline__ void cluster_sync() {
           : "memory");
 }
 
+// Programmatic dependent launch (PTX ISA, "griddepcontrol"): lets the next kernel of the stream take
+// the place of CTAs that have ended, and waits until the kernels before have ended and their writes
+// can be seen. Both do nothing in a launch without the attribute.
+__device__ __forceinline__ void launch_dependents() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+__device__ __forceinline__ void wait_for_prerequisites() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
 // Transposes an 8x8 matrix of 16-bit elements held a row by four lanes, two a lane.
 __device__ __forceinline__ uint32_t transpose_8x8_b16(uint32_t word) {
   uint32_t out;

@@ -1,0 +1,280 @@
+"""The products that are timed against each other on one problem: ours and the peers'."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from sp24cli.bench.problem import Tokens
+from sp24cli.bench.rates import Shape
+from sp24cli.errors import Sp24Error
+from sp24cli.optypes import operand_type
+from sp24cli.packed import PackedMatrix
+from sp24cli.peers.cublaslt import CublasLt
+from sp24cli.peers.cusparselt import CusparseLt, SparsePlan
+from sp24cli.peers.library import NUMPY_TYPES, PeerError, PeerProblem
+
+if TYPE_CHECKING:
+    from sp24cli.gpu.device import Buffer, Device
+
+Array = npt.NDArray[Any]
+
+
+class Enqueue(Protocol):
+    """A peer's plan: enqueue and free."""
+
+    def enqueue(self, a: int, b: int, d: int) -> None: ...
+
+    def free(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Role:
+    """Who a candidate is. ``label`` is unique within a case.
+
+    ``family`` is "sp24", "cublaslt" or "cusparselt"; ``default`` marks what its library picks
+    when not asked to search; ``detail`` is the kernel or algorithm; ``alpha`` the factor that a
+    peer was given (1 for ours, which applies the scales themselves).
+    """
+
+    label: str
+    family: str
+    detail: str
+    order: str
+    sparse: bool
+    default: bool = True
+    alpha: float = 1.0
+
+
+class Operands:
+    """One problem's operands on the device, in as many copies as the rotation wants.
+
+    ``x`` are the activations' codes [N, K], rows ``ldx`` elements apart (a multiple of 16 bytes,
+    which the kernels' bulk copies need); ``out`` the outputs, shared by all candidates.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        shape: Shape,
+        packed: PackedMatrix,
+        tokens: Tokens,
+        out: str,
+        slots: int,
+    ) -> None:
+        from sp24cli.gpu.matmul import SparseWeight
+
+        self.device = device
+        self.shape = shape
+        self.type = operand_type(packed.info.type)
+        self.out_type = out
+        self.slots = slots
+        self._held: list[Buffer] = []
+        align = 16 // self.type.itemsize
+        self.ldx = -(-shape.k // align) * align
+        x = tokens.codes
+        if self.ldx != shape.k:
+            x = np.zeros((shape.n, self.ldx), x.dtype)
+            x[:, : shape.k] = tokens.codes
+        self.weights = [SparseWeight.upload(device, packed) for _ in range(slots)]
+        self.x = self.copies(x)
+        self.scale_b = None if tokens.scale is None else self.hold(device.upload(tokens.scale))
+        out_bytes = shape.m * shape.n * NUMPY_TYPES[out].itemsize
+        self.outs = [self.hold(device.alloc(out_bytes)) for _ in range(slots)]
+        device.synchronize()
+
+    def hold(self, buffer: Buffer) -> Buffer:
+        """``buffer``, freed with these operands."""
+        self._held.append(buffer)
+        return buffer
+
+    def copies(self, array: Array) -> list[Buffer]:
+        """``slots`` device copies of an array."""
+        first = self.hold(self.device.upload(array))
+        self.device.synchronize()
+        others = [self.hold(self.device.alloc(first.nbytes)) for _ in range(self.slots - 1)]
+        for other in others:
+            self.device.copy_d2d(other.ptr, first.ptr, first.nbytes)
+        return [first, *others]
+
+    def poison(self) -> None:
+        """NaN into every output, so that an element nobody writes cannot pass."""
+        for out in self.outs:
+            self.device.memset(out, 0xFF)
+
+    def output(self, slot: int, order: str) -> Array:
+        """What was written in that slot, as M×N whatever the order."""
+        m, n = self.shape.m, self.shape.n
+        stored = (n, m) if order == "nm" else (m, n)
+        got = self.device.download(self.outs[slot], NUMPY_TYPES[self.out_type], stored)
+        return got.T if order == "nm" else got
+
+    def free(self) -> None:
+        while self._held:
+            self._held.pop().free()
+        self.weights.clear()
+
+
+class Ours:
+    """The sp24 kernel: scales of A and of B applied, in every slot its own weight."""
+
+    def __init__(self, operands: Operands, order: str, kernel: str | None) -> None:
+        self._operands = operands
+        self._plans = [
+            weight.plan(operands.shape.n, operands.out_type, order, kernel)
+            for weight in operands.weights
+        ]
+        self.kernel = self._plans[0].kernel
+        self.role = Role("sp24", "sp24", self.kernel.name, order, sparse=True)
+        self.slots = operands.slots
+
+    def enqueue(self, slot: int) -> None:
+        operands = self._operands
+        self._plans[slot].enqueue(
+            operands.x[slot],
+            operands.ldx,
+            operands.outs[slot],
+            scale_b=operands.scale_b,
+            scale_b_rows=operands.scale_b is not None,
+        )
+
+    def free(self) -> None:
+        self._plans.clear()
+
+
+@dataclass
+class Peer:
+    """A peer's plan on the same data; ``a`` are its forms of the weight, one a slot."""
+
+    role: Role
+    plan: Enqueue
+    a: Sequence[Buffer]
+    operands: Operands
+    owned: list[Buffer] = field(default_factory=list)
+
+    @property
+    def slots(self) -> int:
+        return self.operands.slots
+
+    def enqueue(self, slot: int) -> None:
+        operands = self.operands
+        self.plan.enqueue(self.a[slot].ptr, operands.x[slot].ptr, operands.outs[slot].ptr)
+
+    def free(self) -> None:
+        self.plan.free()
+        while self.owned:
+            self.owned.pop().free()
+
+
+Candidate = Ours | Peer
+
+
+def tensor_alpha(packed: PackedMatrix) -> float:
+    """The factor a peer applies: the tensor scale; 1 where there is another kind or none."""
+    if packed.info.scale.kind == "tensor" and packed.scale is not None:
+        return float(packed.scale.ravel()[0])
+    return 1.0
+
+
+class Peers:
+    """The peers' side of one problem: the dense weight on the device and plans on it.
+
+    ``order`` is the output order that was asked for, in which the defaults are timed. Refusals are
+    collected in ``skipped`` as (label, reason).
+    """
+
+    def __init__(self, operands: Operands, dense: Array, alpha: float, order: str) -> None:
+        if operands.ldx != operands.shape.k:
+            raise PeerError("the peers need K to fill whole 16 bytes")
+        self._operands = operands
+        self._dense = dense
+        self._alpha = alpha
+        self.order = order
+        self._on_device: list[Buffer] | None = None
+        self.skipped: list[tuple[str, str]] = []
+
+    def _problem(self, order: str) -> PeerProblem:
+        shape, operands = self._operands.shape, self._operands
+        return PeerProblem(
+            shape.m, shape.n, shape.k, operands.type.name, operands.out_type, order, self._alpha
+        )
+
+    def _weights(self) -> list[Buffer]:
+        if self._on_device is None:
+            self._on_device = self._operands.copies(self._dense)
+        return self._on_device
+
+    def dense(self, library: CublasLt) -> Peer | None:
+        """cuBLASLt's first choice, None where it refuses."""
+        label = "cuBLASLt dense"
+        try:
+            plan = library.plan(self._problem(self.order))
+        except PeerError as error:
+            self.skipped.append((label, str(error)))
+            return None
+        role = Role(
+            label, "cublaslt", "heuristic's first", self.order, sparse=False, alpha=self._alpha
+        )
+        return Peer(role, plan, self._weights(), self._operands)
+
+    def sparse(self, library: CusparseLt, order: str, algorithm: int | None) -> Peer | None:
+        """cuSPARSELt by algorithm id, or its default; None where it refuses."""
+        name = "default" if algorithm is None else f"id {algorithm}"
+        label = f"cuSPARSELt {name}" + ("" if algorithm is None else f" {order}")
+        try:
+            plan = library.plan(self._problem(order), algorithm)
+        except PeerError as error:
+            self.skipped.append((f"{label} ({order})", str(error)))
+            return None
+        role = Role(
+            label,
+            "cusparselt",
+            f"id {plan.algorithm} of {plan.algorithm_count}",
+            order,
+            sparse=True,
+            default=algorithm is None,
+            alpha=self._alpha,
+        )
+        peer = Peer(role, plan, [], self._operands)
+        try:
+            peer.owned = self._compressed(plan)
+        except Sp24Error as error:
+            self.skipped.append((f"{label} ({order})", str(error)))
+            peer.free()
+            return None
+        peer.a = list(peer.owned)
+        return peer
+
+    def algorithms(self, library: CusparseLt) -> Iterator[tuple[str, int]]:
+        """(order, id) of every algorithm that this problem has."""
+        for order in ("nm", "mn"):
+            try:
+                plan = library.plan(self._problem(order))
+            except PeerError:
+                continue
+            count = plan.algorithm_count
+            plan.free()
+            for algorithm in range(count):
+                yield order, algorithm
+
+    def _compressed(self, plan: SparsePlan) -> list[Buffer]:
+        """The weight as this plan reads it, once a slot. Compressed anew for every plan: the
+        API ties the compressed form to the plan."""
+        device = self._operands.device
+        made: list[Buffer] = []
+        try:
+            for _ in range(self._operands.slots):
+                made.append(device.alloc(plan.compressed_bytes))
+            plan.compress(self._weights()[0].ptr, made[0].ptr)
+            for other in made[1:]:
+                device.copy_d2d(other.ptr, made[0].ptr, plan.compressed_bytes)
+            device.synchronize()
+        except Sp24Error:
+            for buffer in made:
+                buffer.free()
+            raise
+        return made

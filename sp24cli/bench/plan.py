@@ -1,0 +1,169 @@
+"""What to time: shapes with random weights, or the weights of a packed file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy.typing as npt
+
+from sp24cli.bench.problem import (
+    Tokens,
+    load_activations,
+    quantize_tokens,
+    random_tokens,
+    random_weight,
+)
+from sp24cli.bench.rates import Shape
+from sp24cli.bench.statistics import Settings
+from sp24cli.checkpoint.packedfile import PackedFile
+from sp24cli.errors import BadInputError
+from sp24cli.optypes import operand_type
+from sp24cli.packed import PackedMatrix
+from sp24cli.scaling import ScaleSpec
+
+if TYPE_CHECKING:
+    pass
+
+Array = npt.NDArray[Any]
+
+#: The output type of each operand type when none is asked for.
+DEFAULT_OUT = {"e4m3": "bf16", "f16": "f16", "bf16": "bf16"}
+
+#: Tokens at which the weights of a file are timed when nothing else is said.
+DEFAULT_TOKENS = (16, 128, 4096)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One problem to time. ``load`` gives its operands, ``weight`` and ``activations`` say in
+    words where they come from, ``normal`` whether both are random normal values."""
+
+    shape: Shape
+    type: str
+    out: str
+    weight: str
+    activations: str
+    normal: bool
+    load: Callable[[], tuple[PackedMatrix, Tokens]] = field(compare=False, repr=False)
+
+
+@dataclass(frozen=True)
+class BenchPlan:
+    """What to time and how. ``kernel`` names a manifest entry, None leaves the choice to sp24."""
+
+    cases: tuple[Case, ...]
+    order: str
+    kernel: str | None = None
+    peers: bool = True
+    settings: Settings = field(default_factory=Settings)
+    workers: int = 1
+    notes: tuple[str, ...] = ()
+
+
+def plan_shapes(
+    shapes: Sequence[Shape],
+    type_name: str,
+    *,
+    out: str | None = None,
+    scale: str = "tensor",
+    activations: str | None = None,
+    seed: int = 24,
+    workers: int = 1,
+) -> tuple[Case, ...]:
+    """Random weights of these shapes. Cases that follow one another share a weight of the same
+    M and K. Given activations must have the K of every shape and at least its N rows."""
+    optype = operand_type(type_name)
+    spec = ScaleSpec.parse(scale if optype.scaled else "none")
+    given = None if activations is None else load_activations(activations)
+    if given is not None:
+        for shape in shapes:
+            _check_rows(activations or "", given, shape.n, shape.k)
+    last: dict[tuple[int, int], PackedMatrix] = {}
+
+    def case(shape: Shape) -> Case:
+        def load() -> tuple[PackedMatrix, Tokens]:
+            key = (shape.m, shape.k)
+            if key not in last:
+                last.clear()
+                last[key] = random_weight(shape.m, shape.k, optype, spec, seed, workers)
+            if given is not None:
+                return last[key], quantize_tokens(given[: shape.n], optype, workers)
+            return last[key], random_tokens(shape.n, shape.k, optype, seed, workers)
+
+        return Case(
+            shape,
+            type_name,
+            out or DEFAULT_OUT[type_name],
+            f"random normal, seed {seed}, pruned by magnitude",
+            activations or f"random normal, seed {seed}",
+            given is None,
+            load,
+        )
+
+    return tuple(case(shape) for shape in shapes)
+
+
+def plan_file(
+    path: str,
+    counts: Sequence[int],
+    *,
+    out: str | None = None,
+    activations: str | None = None,
+    seed: int = 24,
+    workers: int = 1,
+) -> tuple[tuple[Case, ...], tuple[str, ...]]:
+    """The packed weights of a file, at each number of tokens, and notes on what is left out.
+
+    Of weights that share shape, type and scale kind the first stands for all. With given
+    activations only weights of their K are timed, on all rows where ``counts`` is empty.
+    """
+    given = None if activations is None else load_activations(activations)
+    notes: list[str] = []
+    chosen: dict[tuple[Any, ...], list[str]] = {}
+    with PackedFile(path) as packed_file:
+        for name, info in packed_file.packed.items():
+            if given is not None and info.shape[1] != given.shape[1]:
+                continue
+            if info.scale.kind == "block":
+                notes.append(f"{name}: block scales are not timed by this version")
+                continue
+            chosen.setdefault((info.shape, info.type, info.scale.kind), []).append(name)
+    if not chosen:
+        fits = "" if given is None else f" with K = {given.shape[1]}, as the activations have,"
+        raise BadInputError(f"{path}: no packed weight{fits} that the kernels take")
+    cases = []
+    for ((m, k), type_name, _), names in chosen.items():
+        if len(names) > 1:
+            notes.append(f"{names[0]} ({m}x{k}) stands for {len(names)} weights of its shape")
+        for n in counts or ((given.shape[0],) if given is not None else DEFAULT_TOKENS):
+            if given is not None:
+                _check_rows(activations or "", given, n, k)
+            load = _file_loader(path, names[0], n, given, seed, workers)
+            source = activations or f"random normal, seed {seed}"
+            written = out or DEFAULT_OUT[type_name]
+            weight = f"{path}: {names[0]}"
+            cases.append(Case(Shape(m, n, k), type_name, written, weight, source, False, load))
+    return tuple(cases), tuple(notes)
+
+
+def _file_loader(
+    path: str, name: str, n: int, given: Array | None, seed: int, workers: int
+) -> Callable[[], tuple[PackedMatrix, Tokens]]:
+    def load() -> tuple[PackedMatrix, Tokens]:
+        with PackedFile(path) as packed_file:
+            packed = packed_file.load(name)
+        optype = operand_type(packed.info.type)
+        if given is not None:
+            return packed, quantize_tokens(given[:n], optype, workers)
+        return packed, random_tokens(n, packed.shape[1], optype, seed, workers)
+
+    return load
+
+
+def _check_rows(where: str, given: Array, n: int, k: int) -> None:
+    if given.shape[1] != k:
+        raise BadInputError(f"{where}: activations have K = {given.shape[1]}, not {k}")
+    if given.shape[0] < n:
+        raise BadInputError(f"{where}: activations have {given.shape[0]} rows, not {n}")

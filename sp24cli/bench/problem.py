@@ -1,0 +1,181 @@
+"""What is multiplied: shapes, random or given weights and activations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from sp24cli import rowblocks
+from sp24cli.bench.rates import Shape
+from sp24cli.checkpoint.reader import SafetensorsFile
+from sp24cli.errors import BadInputError
+from sp24cli.fp8 import convert
+from sp24cli.optypes import OperandType
+from sp24cli.packed import PackedMatrix, pack
+from sp24cli.scaling import ScaleSpec, amax, quotient, scales_from_amax
+from sp24cli.sparsity import prune_24
+
+Array = npt.NDArray[Any]
+
+#: Shapes of large language models: four compute-bound layers, a small batch, and decode steps.
+SUITES: dict[str, tuple[Shape, ...]] = {
+    "llm": (
+        Shape(4096, 8192, 8192),
+        Shape(8192, 4096, 28672),
+        Shape(28672, 4096, 8192),
+        Shape(4096, 4096, 4096),
+        Shape(8192, 1024, 8192),
+        Shape(14336, 256, 4096),
+        Shape(8192, 128, 8192),
+        Shape(28672, 64, 8192),
+        Shape(28672, 16, 8192),
+    )
+}
+
+#: Rows drawn from one random stream; part of what a seed means, so not to be tuned.
+_STREAM_ROWS = 64
+
+
+def parse_shape(text: str) -> Shape:
+    """A shape written ``MxNxK``; `ValueError` with what is wrong."""
+    parts = text.lower().replace("×", "x").split("x")
+    if len(parts) != 3 or not all(p.isascii() and p.isdigit() for p in parts):
+        raise ValueError(f"{text!r} is not MxNxK, as in 4096x8192x8192")
+    m, n, k = (int(p) for p in parts)
+    if min(m, n, k) < 1:
+        raise ValueError(f"{text!r}: every side must be positive")
+    if k % 4:
+        raise ValueError(f"{text!r}: K must be a multiple of 4")
+    return Shape(m, n, k)
+
+
+def random_normal(rows: int, columns: int, seed: int, dtype: npt.DTypeLike, workers: int) -> Array:
+    """Normal values of mean 0 and deviation 1, [rows, columns], rounded from float32 to ``dtype``.
+
+    Every block of rows has its own stream, so the values depend on seed and shape alone and all
+    of them are drawn independently, also in the largest matrices.
+    """
+    out = np.empty((rows, columns), dtype)
+
+    def fill(part: slice) -> None:
+        stream = np.random.default_rng([seed, rows, columns, part.start])
+        drawn = stream.standard_normal((part.stop - part.start, columns), dtype=np.float32)
+        out[part] = drawn.astype(out.dtype)
+
+    rowblocks.run(fill, rowblocks.row_slices(rows, _STREAM_ROWS), workers)
+    return out
+
+
+def random_weight(
+    m: int, k: int, optype: OperandType, scale: ScaleSpec, seed: int, workers: int
+) -> PackedMatrix:
+    """A normal weight [m, k], pruned by magnitude and packed (layout ``sm90``).
+
+    The source is float16 for the f16 kernels and bfloat16 for the others, so that no operand
+    bit is always zero: idle bits save power and flatter the clock.
+    """
+    half = optype.name == "f16"
+    source = np.dtype(np.float16) if half else np.dtype(ml_dtypes.bfloat16)
+    dense = random_normal(m, k, seed, source, workers)
+    prune_24(dense, out=dense, workers=workers)
+    packed, _ = pack(
+        dense,
+        optype,
+        scale,
+        layout="sm90",
+        pruned="magnitude",
+        source_dtype="F16" if half else "BF16",
+        workers=workers,
+    )
+    return packed
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Activations as a kernel reads them: ``codes`` [N, K] of the operand type and, for scaled
+    types, ``scale`` float32 [N], one multiplier a row."""
+
+    codes: Array
+    scale: Array | None
+
+    def first(self, n: int) -> Tokens:
+        """The first ``n`` rows."""
+        return Tokens(self.codes[:n], None if self.scale is None else self.scale[:n])
+
+
+def quantize_tokens(dense: Array, optype: OperandType, workers: int) -> Tokens:
+    """Activations [N, K] in the operand type, scaled row by row where that type is scaled."""
+    n, k = dense.shape
+    codes = np.empty((n, k), optype.dtype)
+    scale = np.empty((n, 1), np.float32) if optype.scaled else None
+    spec = ScaleSpec("vector")
+
+    def fill(part: slice) -> None:
+        rows = dense[part]
+        if scale is not None:
+            scale[part] = scales_from_amax(amax(rows, spec), optype.max_finite)
+            rows = quotient(rows, scale[part])
+        codes[part] = convert(rows, optype)
+
+    rowblocks.run(fill, rowblocks.row_slices(n, _STREAM_ROWS), workers)
+    return Tokens(codes, None if scale is None else scale.ravel())
+
+
+def random_tokens(n: int, k: int, optype: OperandType, seed: int, workers: int) -> Tokens:
+    """Normal activations [n, k], quantized by row."""
+    # Another stream than a weight of the same shape and seed.
+    return quantize_tokens(random_normal(n, k, seed + 1, np.float32, workers), optype, workers)
+
+
+def load_activations(where: str) -> Array:
+    """Activations from ``FILE[:NAME]``, a safetensors or .npy file, as a matrix [tokens, K].
+
+    Leading dimensions are flattened. Without a name the file must hold one tensor. The values
+    must be finite floats; `BadInputError` otherwise.
+    """
+    path, name = _split(where)
+    array = _load_npy(path) if path.suffix == ".npy" else _load_safetensors(path, name)
+    if array.ndim < 2:
+        raise BadInputError(f"{where}: activations need two dimensions, not {array.ndim}")
+    flat = array.reshape(-1, array.shape[-1])
+    if flat.dtype not in (np.float64, np.float32, np.float16, ml_dtypes.bfloat16):
+        raise BadInputError(f"{where}: activations are of type {flat.dtype}, not a float")
+    if not flat.size:
+        raise BadInputError(f"{where}: activations are empty")
+    finite = np.isfinite(flat)
+    if not finite.all():
+        row, column = np.unravel_index(int(np.argmin(finite)), flat.shape)
+        raise BadInputError(f"{where}: row {row}, column {column} is not finite")
+    return flat
+
+
+def _split(where: str) -> tuple[Path, str | None]:
+    """FILE and NAME; a colon belongs to the path where a file of that whole name exists."""
+    if ":" in where and not Path(where).exists():
+        path, name = where.rsplit(":", 1)
+        return Path(path), name
+    return Path(where), None
+
+
+def _load_npy(path: Path) -> Array:
+    try:
+        loaded: Array = np.load(path, allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise BadInputError(f"{path}: {error}") from None
+    return loaded
+
+
+def _load_safetensors(path: Path, name: str | None) -> Array:
+    with SafetensorsFile(path) as file:
+        if name is None:
+            if len(file.names) != 1:
+                raise BadInputError(
+                    f"{path}: holds {len(file.names)} tensors; name one as {path}:NAME"
+                )
+            name = file.names[0]
+        return np.array(file.array(name))

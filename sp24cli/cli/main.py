@@ -1,0 +1,101 @@
+"""The ``sp24`` command: the group, and how every kind of failure leaves the process."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from sp24cli import __version__
+from sp24cli.cli import console
+from sp24cli.errors import Sp24Error
+
+#: Commands in the order of use; each is the attribute of that name in ``sp24cli.cli.<name>``.
+#: They are imported when asked for: `sp24 --version` need not load numpy.
+COMMANDS = ("prune", "quantize", "verify", "bench", "inspect", "unpack")
+
+
+class Interrupted(Sp24Error):
+    """Ctrl-C, as click must not see it: it would answer with an empty line."""
+
+    exit_code = 130
+
+
+class LazyGroup(click.Group):
+    """A group whose commands live in modules of their own."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise Interrupted("interrupted") from None
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [name for name in COMMANDS if importlib.util.find_spec(f"sp24cli.cli.{name}")]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in self.list_commands(ctx):
+            return None
+        if cmd_name == "verify":
+            # Its threads multiply side by side: those of BLAS beneath them would only spin.
+            os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+        command = getattr(importlib.import_module(f"sp24cli.cli.{cmd_name}"), cmd_name)
+        assert isinstance(command, click.Command)
+        return command
+
+
+@click.command(
+    cls=LazyGroup,
+    no_args_is_help=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+@click.version_option(__version__, prog_name="sp24", message="%(prog)s %(version)s")
+def cli() -> None:
+    """Prune, quantize, verify and run 2:4 sparse weights on Hopper's sparse tensor cores.
+
+    Exit codes: 0 ok, 1 runtime error, 2 usage error, 3 verification failed, 4 bad input file,
+    5 no usable GPU, 130 interrupted.
+    """
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Entry point: run the command, turn failures into one line and an exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        # A name that the terminal's encoding lacks is escaped, not a crash.
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+    sys.exit(run(args))
+
+
+def run(args: Sequence[str] | None = None) -> int:
+    """The exit code of ``sp24 args``, with its output done.
+
+    When the reader of stdout has left, as `head` does, click ends the process without a word.
+    """
+    try:
+        code = cli.main(args, prog_name="sp24", standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except Sp24Error as fault:
+        console.error(str(fault))
+        return fault.exit_code
+    except click.ClickException as fault:
+        context = getattr(fault, "ctx", None)
+        command = "sp24" if context is None else context.command_path
+        console.error(f"{fault.format_message()} (see '{command} --help')")
+        return fault.exit_code
+    except (KeyboardInterrupt, click.Abort):
+        # Before the command began.
+        console.error("interrupted")
+        return Interrupted.exit_code
+    except OSError as fault:
+        place = f"{fault.filename}: " if fault.filename else ""
+        console.error(f"{place}{fault.strerror or fault}")
+        return 1
+    except MemoryError:
+        console.error("out of memory")
+        return 1

@@ -1,0 +1,75 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+#: A path as given; whether it can be read is for the reader to say, with the right exit code.
+PATH = click.Path(path_type=Path)
+
+
+def source_argument(metavar: str = "IN") -> Callable[[_Command], _Command]:
+    return click.argument("source", metavar=metavar, type=PATH)
+
+
+def selection_options(command: _Command) -> _Command:
+    for option in (
+        click.option(
+            "--exclude",
+            metavar="GLOB",
+            multiple=True,
+            help="Leave out the tensors whose name matches. Repeatable; wins over --include.",
+        ),
+        click.option(
+            "--include",
+            metavar="GLOB",
+            multiple=True,
+            help="Take only the tensors whose name matches, those that are skipped by name too. "
+            "Repeatable.",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def output_options(command: _Command) -> _Command:
+    for option in (
+        click.option("--force", is_flag=True, help="Replace OUT when it exists."),
+        click.option(
+            "-o",
+            "--output",
+            metavar="OUT",
+            type=PATH,
+            help="The file to write. It appears when it is complete, and never replaces an input.",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+dry_run_option = click.option(
+    "--dry-run", is_flag=True, help="Read and report everything, write nothing."
+)
+workers_option = click.option(
+    "--workers",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Threads to use (default: one a CPU, at most 8). The result is the same for any number.",
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+quiet_option = click.option("-q", "--quiet", is_flag=True, help="No progress and no remarks.")
+
+
+def require_output(output: Path | None, *, dry_run: bool = False) -> Path | None:
+    """Where to write, None in a dry run; a usage error when it is missing."""
+    if dry_run:
+        return None
+    if output is None:
+        raise click.UsageError("-o OUT is missing")
+    return output

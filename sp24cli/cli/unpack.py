@@ -1,0 +1,74 @@
+"""``sp24 unpack``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from sp24cli.cli import console
+from sp24cli.cli.options import (
+    json_option,
+    output_options,
+    quiet_option,
+    require_output,
+    source_argument,
+    workers_option,
+)
+from sp24cli.ops import unpack_file
+
+
+@click.command()
+@source_argument("PACKED")
+@output_options
+@click.option(
+    "--dtype",
+    type=click.Choice(["bf16", "f16", "f32"]),
+    help="Dtype of the dense weights (default: that of the original; f32 for one of f64).",
+)
+@click.option(
+    "--codes",
+    is_flag=True,
+    help="Write the codes as they are (X.weight in F8_E4M3) with their X.weight_scale.",
+)
+@workers_option
+@json_option
+@quiet_option
+def unpack(
+    source: Path,
+    output: Path | None,
+    force: bool,
+    dtype: str | None,
+    codes: bool,
+    workers: int | None,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Write the weights of PACKED as dense tensors again, zeros where they were pruned.
+
+    All other tensors are copied byte for byte.
+    """
+    if codes and dtype is not None:
+        raise click.UsageError("--codes keeps the packed type; leave out --dtype")
+    target = require_output(output)
+    assert target is not None
+    with console.progress("unpack", quiet=quiet) as progress:
+        report = unpack_file(
+            source,
+            target,
+            dtype=dtype,
+            codes=codes,
+            workers=workers,
+            overwrite=force,
+            progress=progress,
+        )
+    if as_json:
+        console.out_json(report.to_json())
+        return
+    console.table(
+        ("tensor", "type", "scale", "shape", "dtype"),
+        [(t.name, t.type, t.scale, console.shape(t.shape), t.dtype) for t in report.tensors],
+    )
+    console.out()
+    console.out(f"unpacked {len(report.tensors)} tensors, copied {report.copied} as they are")
+    console.wrote(report.output, report.output_bytes)

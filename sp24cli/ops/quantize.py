@@ -1,0 +1,193 @@
+"""Pack the 2:4 weights of one safetensors file: codes, indices, scales."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sp24cli.checkpoint.header import TensorEntry, TensorSpec, label
+from sp24cli.checkpoint.names import Selection
+from sp24cli.checkpoint.packedfile import merge_metadata, part_entries
+from sp24cli.checkpoint.reader import SafetensorsFile
+from sp24cli.errors import BadInputError
+from sp24cli.fp8 import Overflow
+from sp24cli.ops.pack import pack_bands, tensor_scale
+from sp24cli.ops.plan import Sink, copy_tensor, make_plan, open_sink
+from sp24cli.ops.report import Skipped, document, scale_text, share
+from sp24cli.ops.stream import Meter, Progress, default_workers
+from sp24cli.optypes import OperandType
+from sp24cli.packed import Layout, PackInfo, QuantStats
+from sp24cli.scaling import ScaleSpec
+
+
+@dataclass(frozen=True)
+class QuantizedTensor:
+    """One packed weight and what rounding did to its kept values.
+
+    ``kept`` counts the nonzero ones, ``clipped`` those past the type's range, ``underflowed``
+    those whose code is zero. ``snr_db`` is infinite without any error. ``kept_energy`` is the
+    share of the sum of squares that pruning left, None where the weight was 2:4 already by the
+    caller's word.
+    """
+
+    name: str
+    source_dtype: str
+    shape: tuple[int, ...]
+    snr_db: float
+    error_energy: float
+    amax: float
+    kept: int
+    clipped: int
+    underflowed: int
+    kept_energy: float | None
+
+
+@dataclass(frozen=True)
+class QuantizeReport:
+    """What `quantize_file` did. ``output`` is None after a dry run."""
+
+    source: str
+    output: str | None
+    type: str
+    scale: str
+    layout: str
+    overflow: str
+    pruned: str
+    tensors: tuple[QuantizedTensor, ...]
+    skipped: tuple[Skipped, ...]
+    source_bytes: int
+    output_bytes: int
+
+    def to_json(self) -> dict[str, Any]:
+        return document(self)
+
+
+def quantize_file(
+    source: Path,
+    output: Path | None,
+    *,
+    optype: OperandType,
+    spec: ScaleSpec,
+    overflow: Overflow = "satfinite",
+    layout: Layout = "row",
+    prune: bool = False,
+    selection: Selection | None = None,
+    workers: int | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> QuantizeReport:
+    """Write ``source`` to ``output`` with its selected weights packed, all else as it is.
+
+    ``prune`` makes them 2:4 by magnitude first; without it they must be. ``output`` None is a
+    dry run: all is read and measured, nothing written. Memory holds a few row bands; a scale by
+    tensor reads each tensor twice. The result does not depend on ``workers`` (None: one a CPU,
+    at most 8).
+
+    Raises:
+        BadInputError: a malformed or packed file; in a selected weight NaN or infinity (with
+            row and column) or more than two nonzeros in a group (with row and group).
+        Sp24Error: the output may not or cannot be written.
+    """
+    workers = workers or default_workers()
+    with SafetensorsFile(source) as file:
+        plan = make_plan(file, selection or Selection())
+        infos = {
+            e.name: PackInfo(
+                shape=(e.shape[0], e.shape[1]),
+                source_dtype=e.dtype,
+                type=optype.name,
+                scale=spec,
+                pruned="magnitude" if prune else "given",
+                layout=layout,
+                overflow=overflow,
+            )
+            for e in plan.chosen
+        }
+        entries = _output_entries(source, plan.skipped, infos)
+        passes = 2 if spec.kind == "tensor" else 1
+        meter = Meter(
+            sum(e.nbytes for e in file.header.entries)
+            + (passes - 1) * sum(e.nbytes for e in plan.chosen),
+            progress,
+        )
+        metadata = merge_metadata(file.metadata, infos)
+        with open_sink(output, entries, metadata, source=source, overwrite=overwrite) as sink:
+            tensors = tuple(
+                _quantize_tensor(file, e, infos[e.name], sink, meter, prune, workers)
+                for e in plan.chosen
+            )
+            for item in plan.skipped:
+                copy_tensor(file, item.name, sink, meter)
+        return QuantizeReport(
+            source=str(source),
+            output=None if output is None else str(output),
+            type=optype.name,
+            scale=scale_text(spec),
+            layout=layout,
+            overflow=overflow,
+            pruned="magnitude" if prune else "given",
+            tensors=tensors,
+            skipped=plan.skipped,
+            source_bytes=file.header.file_bytes,
+            output_bytes=sink.header.file_bytes,
+        )
+
+
+def _output_entries(
+    source: Path, skipped: tuple[Skipped, ...], infos: dict[str, PackInfo]
+) -> list[TensorSpec]:
+    entries = [(item.name, item.dtype, item.shape) for item in skipped]
+    taken = {item.name for item in skipped}
+    for name, info in infos.items():
+        for part in part_entries(name, info):
+            if part[0] in taken:
+                raise BadInputError(
+                    f"{label(source)}: tensor {name!r} cannot be packed: the file has a tensor "
+                    f"{part[0]!r} already"
+                )
+            entries.append(part)
+    return entries
+
+
+def _quantize_tensor(
+    file: SafetensorsFile,
+    entry: TensorEntry,
+    info: PackInfo,
+    sink: Sink,
+    meter: Meter,
+    prune: bool,
+    workers: int,
+) -> QuantizedTensor:
+    """Write the parts of one tensor, band by band."""
+    name = entry.name
+    scale = tensor_scale(file, name, info, workers=workers)
+    if scale is not None:
+        sink.write(f"{name}_scale", scale)
+        meter.add(entry.nbytes)
+    stats: list[QuantStats] = []
+    totals: list[float] = []
+    for band in pack_bands(file, name, info, scale, prune=prune, workers=workers):
+        parts = {part: getattr(band.packed, part) for part in info.parts()}
+        if scale is not None:
+            del parts["scale"]
+        for part, array in parts.items():
+            sink.write(f"{name}_{part}", array)
+        meter.add((band.stop - band.start) * (entry.nbytes // entry.shape[0]))
+        stats.append(band.stats)
+        if band.energy is not None:
+            totals.append(band.energy)
+    merged = QuantStats.merge(stats)
+    return QuantizedTensor(
+        name=name,
+        source_dtype=entry.dtype,
+        shape=entry.shape,
+        snr_db=merged.snr_db,
+        error_energy=merged.error_energy,
+        amax=merged.amax,
+        kept=merged.kept,
+        clipped=merged.clipped,
+        underflowed=merged.underflowed,
+        kept_energy=share(merged.signal_energy, math.fsum(totals)) if prune else None,
+    )

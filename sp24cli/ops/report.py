@@ -1,0 +1,49 @@
+"""What all reports share: how they become JSON, and the tensors that were left alone."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from sp24cli.scaling import ScaleSpec
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A tensor that is copied as it is, and why."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    reason: str
+
+
+def scale_text(spec: ScaleSpec) -> str:
+    """A kind of scale as tables and reports name it."""
+    return spec.kind if spec.block is None else f"{spec.kind} {spec.block[0]}x{spec.block[1]}"
+
+
+def share(part: float, whole: float) -> float:
+    """``part / whole``; of nothing, all of it."""
+    return part / whole if whole else 1.0
+
+
+def document(report: DataclassInstance) -> dict[str, Any]:
+    """``report`` as plain JSON values; numbers that JSON lacks (infinite, NaN) become null."""
+    result = _plain(asdict(report))
+    assert isinstance(result, dict)
+    return result
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -1,0 +1,127 @@
+"""Turn a packed file into a dense one again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sp24cli.bits import Array
+from sp24cli.checkpoint.header import DTYPES, TensorSpec
+from sp24cli.checkpoint.packedfile import PackedFile
+from sp24cli.ops.plan import Sink, copy_tensor, open_sink
+from sp24cli.ops.report import document, scale_text
+from sp24cli.ops.stream import Meter, Progress, bands, default_workers, map_bands
+
+#: What a dense weight can become, by the name a user gives: safetensors dtypes.
+DENSE_TYPES = {"bf16": "BF16", "f16": "F16", "f32": "F32"}
+
+
+@dataclass(frozen=True)
+class UnpackedTensor:
+    """One weight: how it was packed, and the dtype it has now."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: str
+    scale: str
+    dtype: str
+
+
+@dataclass(frozen=True)
+class UnpackReport:
+    """What `unpack_file` did; ``copied`` counts the tensors that were passed through."""
+
+    source: str
+    output: str
+    tensors: tuple[UnpackedTensor, ...]
+    copied: int
+    output_bytes: int
+
+    def to_json(self) -> dict[str, Any]:
+        return document(self)
+
+
+def unpack_file(
+    source: Path,
+    output: Path,
+    *,
+    dtype: str | None = None,
+    codes: bool = False,
+    workers: int | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> UnpackReport:
+    """Write the packed ``source`` to ``output`` with dense weights, all else as it is.
+
+    A value is code * scale rounded once to ``dtype`` ("bf16", "f16", "f32"; None: what the
+    original was, f32 for f64). With ``codes`` the weight is the codes themselves, and
+    ``X.weight_scale`` stays beside ``X.weight``.
+
+    Raises:
+        BadInputError: not a packed file, or one that this version does not know.
+        Sp24Error: the output may not or cannot be written.
+    """
+    workers = workers or default_workers()
+    with PackedFile(source) as packed:
+        file = packed.file
+        entries: list[TensorSpec] = [entry.spec for entry in packed.others]
+        tensors = []
+        for name, info in packed.packed.items():
+            target = _target_dtype(info.source_dtype, info.optype.safetensors, dtype, codes)
+            entries.append((name, target, info.shape))
+            tensors.append(
+                UnpackedTensor(name, info.shape, info.type, scale_text(info.scale), target)
+            )
+            if codes and info.optype.scaled:
+                entries.append(file.entry(f"{name}_scale").spec)
+        meter = Meter(sum(entry.nbytes for entry in file.header.entries), progress)
+        with open_sink(
+            output, entries, packed.metadata, source=source, overwrite=overwrite
+        ) as sink:
+            for tensor in tensors:
+                if codes and packed.packed[tensor.name].optype.scaled:
+                    copy_tensor(file, f"{tensor.name}_scale", sink, meter)
+                _unpack_tensor(packed, tensor, sink, codes, workers)
+                meter.add(
+                    sum(
+                        file.entry(f"{tensor.name}_{part}").nbytes
+                        for part in packed.packed[tensor.name].parts()
+                        if not (codes and part == "scale")
+                    )
+                )
+            for entry in packed.others:
+                copy_tensor(file, entry.name, sink, meter)
+        return UnpackReport(
+            source=str(source),
+            output=str(output),
+            tensors=tuple(tensors),
+            copied=len(packed.others),
+            output_bytes=sink.header.file_bytes,
+        )
+
+
+def _target_dtype(source: str, operand: str, dtype: str | None, codes: bool) -> str:
+    if codes:
+        return operand
+    if dtype is not None:
+        return DENSE_TYPES[dtype]
+    return source if source in DENSE_TYPES.values() else "F32"
+
+
+def _unpack_tensor(
+    packed: PackedFile, tensor: UnpackedTensor, sink: Sink, codes: bool, workers: int
+) -> None:
+    matrix = packed.load(tensor.name)
+    rows, columns = matrix.shape
+    dtype = DTYPES[tensor.dtype].numpy
+
+    def unpack(start: int, stop: int) -> Array:
+        band = matrix.rows(slice(start, stop))
+        return band.codes() if codes else band.dequantize(dtype)
+
+    for dense in map_bands(
+        unpack, bands(rows, columns, multiple=matrix.row_step), columns, workers
+    ):
+        sink.write(tensor.name, dense)
+        packed.drop_cache(tensor.name)

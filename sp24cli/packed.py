@@ -1,0 +1,464 @@
+"""A packed matrix: kept values, metadata and scales of a 2:4 matrix, in either layout."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any, Literal, cast, get_args
+
+import numpy as np
+
+from sp24cli import layout as sm90
+from sp24cli import metadata, scaling
+from sp24cli.bits import (
+    NUMBER_TYPES,
+    Array,
+    contiguous_bits,
+    magnitude_values,
+    magnitudes,
+    number_type,
+    widen,
+)
+from sp24cli.errors import BadInputError
+from sp24cli.fp8 import Overflow, convert, round_to
+from sp24cli.optypes import BLOCK_ROWS, OperandType, operand_type
+from sp24cli.rowblocks import pieces, run, tiles
+from sp24cli.scaling import ScaleSpec
+from sp24cli.sparsity import GROUP, check_matrix, find_nonfinite, find_violation, keep_indices
+
+Layout = Literal["row", "sm90"]
+Pruned = Literal["magnitude", "given"]
+
+#: Columns of one tile of `pack_rows`: a multiple of every block_k.
+_TILE_COLUMNS = 1024
+
+
+@dataclass(frozen=True)
+class PackInfo:
+    """What a file says of one packed tensor.
+
+    ``shape`` is the logical (M, K), ``source_dtype`` a safetensors name, ``type`` the operand
+    type's name, ``pruned`` whether sp24 chose the kept values or found them given.
+    """
+
+    shape: tuple[int, int]
+    source_dtype: str
+    type: str
+    scale: ScaleSpec
+    pruned: Pruned
+    layout: Layout
+    overflow: Overflow
+
+    def __post_init__(self) -> None:
+        optype = operand_type(self.type)
+        _known("source dtype", self.source_dtype, NUMBER_TYPES)
+        _known("pruning", self.pruned, get_args(Pruned))
+        _known("layout", self.layout, get_args(Layout))
+        _known("overflow mode", self.overflow, get_args(Overflow))
+        if optype.scaled != (self.scale.kind != "none"):
+            carries = "needs a" if optype.scaled else "takes no"
+            raise BadInputError(f"operand type {self.type!r} {carries} scale")
+        if min(self.shape) < 0 or self.shape[1] % GROUP:
+            raise BadInputError(
+                f"shape {list(self.shape)} is not [M, K] with K a multiple of {GROUP}"
+            )
+
+    @property
+    def optype(self) -> OperandType:
+        return operand_type(self.type)
+
+    def parts(self) -> dict[str, tuple[np.dtype[Any], tuple[int, ...]]]:
+        """Type and shape of the parts that a tensor so described has, by name, in file order."""
+        m, k = self.shape
+        parts: dict[str, tuple[np.dtype[Any], tuple[int, ...]]]
+        if self.layout == "sm90":
+            parts = {"blocks": (np.dtype(np.uint8), sm90.image_shape(m, k, self.optype))}
+        else:
+            parts = {
+                "values": (self.optype.dtype, (m, k // 2)),
+                "meta": (np.dtype(np.uint8), (m, metadata.meta_bytes(k))),
+            }
+        if self.optype.scaled:
+            parts["scale"] = (np.dtype(np.float32), self.scale.shape(m, k))
+        return parts
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON object that `from_json` reads."""
+        block = self.scale.block
+        return {
+            "shape": list(self.shape),
+            "source_dtype": self.source_dtype,
+            "type": self.type,
+            "scale": self.scale.kind,
+            "block": None if block is None else list(block),
+            "pruned": self.pruned,
+            "layout": self.layout,
+            "overflow": self.overflow,
+        }
+
+    @classmethod
+    def from_json(cls, data: object) -> PackInfo:
+        """The info in a JSON object; `BadInputError` names what is missing or not known."""
+        fields = {*cls.__dataclass_fields__, "block"}
+        if not isinstance(data, dict):
+            raise BadInputError(f"packed tensor is described by {data!r}, not an object")
+        if missing := sorted(fields - data.keys()):
+            raise BadInputError(f"description of a packed tensor lacks {missing[0]!r}")
+        if unknown := sorted(data.keys() - fields):
+            raise BadInputError(f"unknown field {unknown[0]!r} in a packed tensor's description")
+        for name in fields - {"shape", "block"}:
+            if not isinstance(data[name], str):
+                raise BadInputError(f"field {name!r} is {data[name]!r}, not a string")
+        block = data["block"]
+        return cls(
+            shape=_pair("shape", data["shape"]),
+            source_dtype=data["source_dtype"],
+            type=data["type"],
+            scale=ScaleSpec(data["scale"], None if block is None else _pair("block", block)),
+            pruned=cast(Pruned, data["pruned"]),
+            layout=cast(Layout, data["layout"]),
+            overflow=cast(Overflow, data["overflow"]),
+        )
+
+
+def _known(what: str, value: str, names: Iterable[str]) -> None:
+    if value not in names:
+        raise BadInputError(f"unknown {what} {value!r} (known: {', '.join(names)})")
+
+
+def _pair(name: str, value: object) -> tuple[int, int]:
+    if isinstance(value, list) and len(value) == 2 and all(type(v) is int for v in value):
+        return value[0], value[1]
+    raise BadInputError(f"field {name!r} is {value!r}, not two integers")
+
+
+@dataclass(frozen=True)
+class QuantStats:
+    """What packing did to the values.
+
+    ``kept`` counts the nonzero source values, ``clipped`` those that round past the largest
+    finite value of the type, ``underflowed`` those whose code is zero. ``amax`` is the largest
+    magnitude of the source. Energies are sums of squares in float64, of the source and of its
+    difference to code * scale (infinite where a code is).
+    """
+
+    kept: int
+    clipped: int
+    underflowed: int
+    amax: float
+    error_energy: float
+    signal_energy: float
+
+    @property
+    def snr_db(self) -> float:
+        """Signal to error in decibels; infinite without any error."""
+        if self.error_energy == 0:
+            return math.inf
+        if self.signal_energy == 0 or math.isinf(self.error_energy):
+            return -math.inf
+        return 10 * (math.log10(self.signal_energy) - math.log10(self.error_energy))
+
+    @staticmethod
+    def merge(parts: Iterable[QuantStats]) -> QuantStats:
+        """The stats of all ``parts`` together; the order of the parts does not matter."""
+        parts = list(parts)
+        return QuantStats(
+            kept=sum(p.kept for p in parts),
+            clipped=sum(p.clipped for p in parts),
+            underflowed=sum(p.underflowed for p in parts),
+            amax=max((p.amax for p in parts), default=0.0),
+            error_energy=math.fsum(p.error_energy for p in parts),
+            signal_energy=math.fsum(p.signal_energy for p in parts),
+        )
+
+
+def _spread(kept: Array, meta: Array, shape: tuple[int, int]) -> Array:
+    """The dense matrix with ``kept`` [M, K/2] where ``meta`` says and +0 elsewhere."""
+    bits = contiguous_bits(kept)
+    dense = np.zeros(shape, bits.dtype)
+    dense.reshape(-1)[metadata.kept_places(meta, shape[1])] = bits
+    return dense.view(kept.dtype)
+
+
+@dataclass(frozen=True)
+class PackedMatrix:
+    """A packed matrix [M, K] and what is known of it.
+
+    Layout ``row``: ``values`` [M, K/2] of the operand type and ``meta`` uint8 [M, ceil(K/8)].
+    Layout ``sm90``: ``blocks`` uint8 [Mb, Kb, block_bytes]. ``scale`` is float32 of
+    ``info.scale.shape(M, K)``, None for unscaled types.
+    """
+
+    info: PackInfo
+    values: Array | None
+    meta: Array | None
+    blocks: Array | None
+    scale: Array | None
+
+    @classmethod
+    def empty(cls, info: PackInfo, scale: Array | None = None) -> PackedMatrix:
+        """Parts of the right types and shapes, to be filled; a scaled type brings its scale."""
+        expected = info.parts().get("scale")
+        if (None if scale is None else (scale.dtype, scale.shape)) != expected:
+            raise ValueError(f"scale does not fit, expected {expected}")
+        parts = {name: np.empty(shape, dtype) for name, (dtype, shape) in info.parts().items()}
+        if scale is not None:
+            parts["scale"] = scale
+        return cls(info, *(parts.get(name) for name in ("values", "meta", "blocks", "scale")))
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.info.shape
+
+    @property
+    def row_step(self) -> int:
+        """Row blocks for `rows` and `pack_rows` are cut at multiples of this many rows."""
+        return math.lcm(BLOCK_ROWS, self.info.scale.row_step)
+
+    def rows(self, rows: slice) -> PackedMatrix:
+        """The packed matrix of some rows, as views, cut at multiples of `row_step`."""
+        start, stop, _ = rows.indices(self.shape[0])
+        for row in (start, stop):
+            if row % self.row_step and row != self.shape[0]:
+                raise ValueError(f"row {row} is not a multiple of {self.row_step}")
+        info = replace(self.info, shape=(max(0, stop - start), self.shape[1]))
+        whole = slice(start, stop)
+        blocks = slice(start // BLOCK_ROWS, -(-stop // BLOCK_ROWS))
+        scale = self.scale
+        if scale is not None and self.info.scale.kind != "tensor":
+            step = self.info.scale.row_step
+            scale = scale[start // step : -(-stop // step)]
+        return PackedMatrix(
+            info,
+            None if self.values is None else self.values[whole],
+            None if self.meta is None else self.meta[whole],
+            None if self.blocks is None else self.blocks[blocks],
+            scale,
+        )
+
+    def row_order(self, rows: slice = slice(None)) -> tuple[Array, Array]:
+        """(values, meta) in row order, whatever the layout; ``rows`` start at a block's first."""
+        start, stop, _ = rows.indices(self.shape[0])
+        if self.blocks is not None:
+            blocks = self.blocks[start // BLOCK_ROWS : -(-stop // BLOCK_ROWS)]
+            return sm90.from_sm90(blocks, stop - start, self.shape[1], self.info.optype)
+        assert self.values is not None and self.meta is not None
+        return self.values[start:stop], self.meta[start:stop]
+
+    def to_layout(self, layout: Layout) -> PackedMatrix:
+        """The same matrix in ``layout``; itself when it is there already."""
+        if layout == self.info.layout:
+            return self
+        info = replace(self.info, layout=layout)
+        values, meta = self.row_order()
+        if layout == "row":
+            return PackedMatrix(info, values, meta, None, self.scale)
+        blocks = sm90.to_sm90(values, meta, self.shape[1], info.optype)
+        return PackedMatrix(info, None, None, blocks, self.scale)
+
+    def codes(self) -> Array:
+        """The dense [M, K] of ``info.optype.dtype``: codes where kept, +0 elsewhere."""
+        values, meta = self.row_order()
+        return _spread(values, meta, self.shape)
+
+    def dequantize(self, dtype: Any = np.float32, *, workers: int = 1) -> Array:
+        """The dense [M, K] of code * scale, the exact product rounded once to ``dtype``.
+
+        Past the end of ``dtype`` it goes as ``info.overflow`` says.
+        """
+        m, k = self.shape
+        out = np.empty((m, k), np.dtype(dtype))
+
+        def tile(r: slice) -> None:
+            values, meta = self.row_order(r)
+            wide = widen(values)
+            if self.scale is not None:
+                factor = scaling.expand(self.scale, self.info.scale, r, slice(0, k))
+                # Exact: a scale's 24 significant bits and the few of a code fit in 53.
+                wide = wide.astype(np.float64)
+                wide *= factor.astype(np.float64)
+            rounded = round_to(wide, out.dtype, self.info.overflow)
+            out[r] = _spread(rounded, meta, (r.stop - r.start, k))
+
+        run(tile, [r for r, _ in tiles(m, k, row_step=BLOCK_ROWS, width=max(1, k))], workers)
+        return out
+
+
+def pack(
+    dense: Array,
+    optype: OperandType,
+    spec: ScaleSpec,
+    *,
+    overflow: Overflow = "satfinite",
+    layout: Layout = "row",
+    pruned: Pruned = "given",
+    source_dtype: str | None = None,
+    workers: int = 1,
+) -> tuple[PackedMatrix, QuantStats]:
+    """Packs ``dense`` [M, K], which must be 2:4 and finite already.
+
+    Indices come from the source values, so a value that rounds to zero keeps its place.
+    ``source_dtype`` is what the file shall say the source was, by default what it is. The
+    result does not depend on ``workers``. Errors: `BadInputError` naming row and column of a
+    NaN or infinity, row and group of a violation.
+    """
+    rows, cols, kind = check_matrix(dense)
+    info = PackInfo(
+        (rows, cols), source_dtype or kind.name, optype.name, spec, pruned, layout, overflow
+    )
+    scale = None
+    blocks = pieces(rows, cols, math.lcm(BLOCK_ROWS, spec.row_step))
+    if spec.kind != "none":
+        largest = run(lambda r: scaling.amax(dense[r], spec), blocks or [slice(0, 0)], workers)
+        scale = scaling.scales_from_amax(scaling.join_amax(largest, spec), optype.max_finite)
+    packed = PackedMatrix.empty(info, scale)
+    stats = run(lambda r: pack_rows(dense[r], packed.rows(r), first_row=r.start), blocks, workers)
+    return packed, QuantStats.merge(stats)
+
+
+def pack_rows(dense: Array, into: PackedMatrix, *, first_row: int = 0) -> QuantStats:
+    """Packs some rows, ``dense`` [R, K], with known scales into the parts of ``into``.
+
+    ``into`` describes these rows alone (shape [R, K], its ``scale`` filled in): a
+    `PackedMatrix.empty`, or `PackedMatrix.rows` of a larger one. ``first_row`` is where they
+    stand in the whole, for messages. Temporaries stay small whatever R and K. Errors: as
+    `pack`.
+    """
+    rows, cols, kind = check_matrix(dense)
+    if into.shape != (rows, cols):
+        raise ValueError(f"rows of shape {[rows, cols]} do not fit {list(into.shape)}")
+    optype, overflow = into.info.optype, into.info.overflow
+    stats = []
+    for r, c in tiles(rows, cols, row_step=BLOCK_ROWS, width=_TILE_COLUMNS):
+        tile = contiguous_bits(dense[r, c])
+        magnitude = magnitudes(tile, kind)
+        nonzero = magnitude != 0
+        meta = _META_OF_OCCUPANCY.take(np.packbits(nonzero, axis=1, bitorder="little"))
+        largest = magnitude.max(keepdims=True)
+        if not meta.all() or (kind.nonfinite is not None and largest >= kind.nonfinite):
+            raise _refusal(dense, first_row)
+        kept = tile.reshape(-1).take(metadata.kept_places(meta, tile.shape[1]))
+        if kind.name != "I8":
+            kept[kept == kind.sign] = 0
+        source = widen(kept.view(kind.dtype))
+        factor = scaling.expand(into.scale, into.info.scale, r, c)
+        scaled = source if into.scale is None else scaling.quotient(source, factor)
+        codes = convert(scaled, optype, overflow)
+        clipped, error, signal = _losses(source, factor, scaled, codes, into.info)
+        count = int(np.count_nonzero(nonzero))
+        stats.append(
+            QuantStats(
+                kept=count,
+                clipped=clipped,
+                underflowed=count - _count_nonzero(codes),
+                amax=float(magnitude_values(largest, kind).item()),
+                error_energy=error,
+                signal_energy=signal,
+            )
+        )
+        if tile.shape[1] % 8:
+            meta[:, -1] &= 0x0F
+        _store(codes, meta, into, r, c)
+    return QuantStats.merge(stats)
+
+
+def _meta_of_occupancy() -> Array:
+    """The byte of two groups by which of the eight values differ from zero; 0 if not 2:4."""
+    every = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+    meta = metadata.encode(*keep_indices(every.view(np.int8)))[:, 0]
+    meta[(every.reshape(256, 2, GROUP).sum(axis=2) > 2).any(axis=1)] = 0
+    return meta
+
+
+_META_OF_OCCUPANCY = _meta_of_occupancy()
+
+
+def _refusal(dense: Array, first_row: int) -> BadInputError:
+    if place := find_nonfinite(dense):
+        row, column = place
+        value = widen(dense[row : row + 1, column]).item()
+        return BadInputError(f"{value} at row {first_row + row}, column {column}")
+    row, group = find_violation(dense) or (0, 0)
+    return BadInputError(
+        f"more than two nonzeros at row {first_row + row}, group {group} "
+        f"(columns {GROUP * group} to {GROUP * group + GROUP - 1}): not 2:4"
+    )
+
+
+def _losses(
+    source: Array, factor: Array, scaled: Array, codes: Array, info: PackInfo
+) -> tuple[int, float, float]:
+    """(clipped, error energy, signal energy) of ``source`` / ``factor`` = ``scaled`` -> codes."""
+    clipped = 0
+    # The rounding of the scale takes a quotient a hair past the end, which is no clipping.
+    if max(scaled.max(), -scaled.min()) > info.optype.max_finite * (1 + 2**-20):
+        kind = number_type(codes.dtype)
+        unbounded = convert(scaled, info.optype, "nan").view(kind.unsigned)
+        clipped = int(np.count_nonzero(magnitudes(unbounded, kind) >= kind.nonfinite))
+    # Cast first, then compute: a ufunc that casts as it goes is several times slower.
+    exact = source.astype(np.float64)
+    if clipped and info.overflow == "nan":
+        error = math.inf
+    else:
+        difference = widen(codes).astype(np.float64)
+        difference *= factor.astype(np.float64)
+        difference -= exact
+        error = _energy(difference)
+    return clipped, error, _energy(exact)
+
+
+def _count_nonzero(codes: Array) -> int:
+    kind = number_type(codes.dtype)
+    return int(np.count_nonzero(magnitudes(codes.view(kind.unsigned), kind) != 0))
+
+
+def _energy(values: Array) -> float:
+    """Sum of squares of float64 ``values``, which it overwrites."""
+    with np.errstate(over="ignore", under="ignore"):
+        return float(np.square(values, out=values).sum())
+
+
+def _store(codes: Array, meta: Array, into: PackedMatrix, r: slice, c: slice) -> None:
+    if into.blocks is not None:
+        optype = into.info.optype
+        rows = slice(r.start // BLOCK_ROWS, -(-r.stop // BLOCK_ROWS))
+        cols = slice(c.start // optype.block_k, -(-c.stop // optype.block_k))
+        sm90.to_sm90(codes, meta, c.stop - c.start, optype, out=into.blocks[rows, cols])
+        return
+    assert into.values is not None and into.meta is not None
+    into.values[r, c.start // 2 : c.stop // 2] = codes
+    into.meta[r, c.start // 8 : metadata.meta_bytes(c.stop)] = meta
+
+
+def check_structure(packed: PackedMatrix) -> str | None:
+    """The first fault of ``packed`` in words, or None: shapes, metadata, scales, padding, codes."""
+    expected = packed.info.parts()
+    for name in ("values", "meta", "blocks", "scale"):
+        part: Array | None = getattr(packed, name)
+        if (part is None) != (name not in expected):
+            return f"{name} " + ("missing" if part is None else "does not belong to it")
+        if part is not None and (part.dtype, part.shape) != expected[name]:
+            dtype, shape = expected[name]
+            found = f"{part.dtype.name} {list(part.shape)}"
+            return f"{name} is {found}, not {dtype.name} {list(shape)}"
+    if packed.scale is not None and (bad := scaling.find_bad(packed.scale)) is not None:
+        return f"scale {float(packed.scale[bad])} at {list(bad)} is not positive, normal and finite"
+    for r in pieces(*packed.shape, BLOCK_ROWS):
+        if fault := _fault_of_rows(packed, r):
+            return fault
+    return None
+
+
+def _fault_of_rows(packed: PackedMatrix, r: slice) -> str | None:
+    k = packed.shape[1]
+    if packed.blocks is not None:
+        blocks = packed.blocks[r.start // BLOCK_ROWS : -(-r.stop // BLOCK_ROWS)]
+        if place := sm90.find_bad_padding(blocks, r.stop - r.start, k, packed.info.optype):
+            return f"padding at row {r.start + place[0]}, group {place[1]} is not empty"
+    values, meta = packed.row_order(r)
+    if place := metadata.find_illegal(meta, k):
+        return f"metadata at row {r.start + place[0]}, group {place[1]} is no ascending pair"
+    if packed.info.overflow == "satfinite" and (place := find_nonfinite(values)):
+        return f"value at row {r.start + place[0]}, kept column {place[1]} is not finite"
+    return None

@@ -1,0 +1,1 @@
+"""The libraries sp24 is measured against, opened by ctypes where they are installed."""

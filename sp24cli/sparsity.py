@@ -1,0 +1,174 @@
+"""2:4 sparsity along K: prune by magnitude, check, and name the kept places.
+
+A group is four neighbours along K of which at most two differ from zero. Magnitudes are
+compared as values in every type, and -0.0 is zero.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+from sp24cli.bits import Array, NumberType, contiguous_bits, magnitudes, number_type, widen
+from sp24cli.errors import BadInputError
+from sp24cli.rowblocks import pieces, run, tiles
+
+#: Neighbours along K of which two are kept.
+GROUP = 4
+
+
+def check_matrix(dense: Array) -> tuple[int, int, NumberType]:
+    """(M, K, type) of a matrix that can be 2:4; `BadInputError` for any other array."""
+    kind = number_type(dense.dtype)
+    if dense.ndim != 2:
+        raise BadInputError(f"shape {list(dense.shape)} is not a matrix")
+    rows, cols = dense.shape
+    if cols % GROUP:
+        raise BadInputError(f"K = {cols} is not a multiple of {GROUP}")
+    return rows, cols, kind
+
+
+def prune_24(dense: Array, *, out: Array | None = None, workers: int = 1) -> Array:
+    """The two largest magnitudes of every group of ``dense`` [M, K], zeros elsewhere.
+
+    Ties keep the lower index; every zero of the result is +0.0. ``out`` (same shape and dtype;
+    may be ``dense`` itself, no other overlap) receives and is the result. NaN sorts above
+    infinity and is not looked for: see `find_nonfinite`. The bytes do not depend on
+    ``workers``. Errors: `BadInputError` unless K is a multiple of 4 and the type supported.
+    """
+    rows, cols, kind = check_matrix(dense)
+    if out is None:
+        out = np.empty((rows, cols), dense.dtype)
+    elif out.shape != dense.shape or out.dtype != dense.dtype:
+        raise BadInputError(
+            f"out is {out.dtype.name} {list(out.shape)}, not {dense.dtype.name} {[rows, cols]}"
+        )
+    source, target = dense, out.view(kind.unsigned)
+
+    def piece(r: slice) -> None:
+        part, into = source[r], target[r]
+        for tile in tiles(*part.shape):
+            bits = contiguous_bits(part[tile])
+            keep = _keep(magnitudes(bits, kind)).reshape(bits.shape)
+            np.multiply(bits, keep, out=into[tile])
+
+    run(piece, pieces(rows, cols), workers)
+    return out
+
+
+def _keep(magnitude: Array) -> Array:
+    """1 where a value of a group is kept, 0 elsewhere or where it is zero: uint8, flat."""
+    flat = magnitude.reshape(-1)
+    # Byte i of a group's word in beats[d-1]: value i is at least value i + d. Bytes whose
+    # partner lies in the next group are masked off below.
+    beats = np.zeros((3, flat.size), np.bool_)
+    for d in (1, 2, 3):
+        np.greater_equal(flat[:-d], flat[d:], out=beats[d - 1, :-d])
+    near, middle, far = beats.view(np.uint32)
+    near &= np.uint32(0x00010101)
+    middle &= np.uint32(0x00000101)
+    far &= np.uint32(0x00000001)
+    # Wins of each value, a byte each: the lower index gets the comparison, the higher one its
+    # complement, so near - (near << 8) + 0x01010100 and so on, modulo 2**32.
+    near *= np.uint32(0xFFFFFF01)
+    middle *= np.uint32(0xFFFF0001)
+    far *= np.uint32(0xFF000001)
+    near += middle
+    near += far
+    near += np.uint32(0x03020100)
+    # Two or three wins of three are kept: bit 1 of the count.
+    near >>= np.uint32(1)
+    near &= np.uint32(0x01010101)
+    keep = near.view(np.uint8)
+    keep &= (flat != 0).view(np.uint8)
+    return keep
+
+
+def find_nonfinite(dense: Array) -> tuple[int, int] | None:
+    """(row, column) of the first NaN or infinity of ``dense`` [M, K] in row order, or None."""
+    kind = number_type(dense.dtype)
+    if kind.nonfinite is None:
+        return None
+    limit = kind.unsigned.type(kind.nonfinite)
+    return _first(dense, 1, lambda bits: magnitudes(bits, kind) >= limit)
+
+
+def find_violation(dense: Array) -> tuple[int, int] | None:
+    """(row, group) of the first group of ``dense`` [M, K] with more than two nonzeros, or None."""
+    _, _, kind = check_matrix(dense)
+    return _first(dense, GROUP, lambda bits: _counts(magnitudes(bits, kind)) > 2)
+
+
+def _first(dense: Array, unit: int, test: Callable[[Array], Array]) -> tuple[int, int] | None:
+    """The first place in row order where ``test`` of a tile, one answer a ``unit``, holds."""
+    found: list[tuple[int, int]] = []
+    for r, c in tiles(*dense.shape):
+        bad = test(contiguous_bits(dense[r, c]))
+        if bad.any():
+            i, j = divmod(int(bad.argmax()), bad.shape[1])
+            found.append((r.start + i, c.start // unit + j))
+        # Tiles of the same rows follow each other: a later one may hold an earlier row.
+        if found and c.stop == dense.shape[1]:
+            return min(found)
+    return None
+
+
+def _counts(magnitude: Array) -> Array:
+    """How many of each group's values differ from zero: uint32 [M, K/4]."""
+    words: Array = (magnitude != 0).view(np.uint32)
+    # The product's highest byte is the sum of the four bytes, each 0 or 1.
+    words *= np.uint32(0x01010101)
+    words >>= np.uint32(24)
+    return words
+
+
+def keep_indices(dense: Array) -> tuple[Array, Array]:
+    """The canonical pair of kept places of every group of a 2:4 ``dense`` [M, K].
+
+    Returns (first, second), uint8 [M, K/4], first < second. Two nonzeros are kept where they
+    stand; a lone one at i gives (i, 3), or (0, 3) when it stands at 3; an empty group (0, 1).
+    Taken from the source values: what quantization turns to zero keeps its place. Groups with
+    more than two nonzeros give their first two (see `find_violation`).
+    """
+    rows, cols, kind = check_matrix(dense)
+    occupied = np.empty((rows, cols // GROUP), np.uint8)
+    for r, c in tiles(rows, cols):
+        words = (magnitudes(contiguous_bits(dense[r, c]), kind) != 0).view(np.uint32)
+        # Brings bits 0, 8, 16 and 24 together as bits 24 to 27; no partial products meet.
+        words *= np.uint32(0x01020408)
+        occupied[r, c.start // GROUP : c.stop // GROUP] = words >> np.uint32(24)
+    return _FIRST.take(occupied), _SECOND.take(occupied)
+
+
+def _canonical_pair(occupied: int) -> tuple[int, int]:
+    """The pair of a group whose nonzeros are the set bits of ``occupied``."""
+    places = [i for i in range(GROUP) if occupied >> i & 1]
+    if not places:
+        return 0, 1
+    if len(places) == 1:
+        return (places[0], 3) if places[0] < 3 else (0, 3)
+    return places[0], places[1]
+
+
+_FIRST, _SECOND = np.array([_canonical_pair(i) for i in range(16)], np.uint8).T.copy()
+
+
+def kept_energy(dense: Array, pruned: Array, *, workers: int = 1) -> tuple[float, float]:
+    """Sums of squares (of ``pruned``, of ``dense``) in float64; additive over row blocks."""
+
+    def piece(r: slice) -> tuple[float, float]:
+        sums = [
+            tuple(_sum_of_squares(matrix[r][tile]) for matrix in (pruned, dense))
+            for tile in tiles(*dense[r].shape)
+        ]
+        return math.fsum(s[0] for s in sums), math.fsum(s[1] for s in sums)
+
+    parts = run(piece, pieces(*dense.shape), workers)
+    return math.fsum(p[0] for p in parts), math.fsum(p[1] for p in parts)
+
+
+def _sum_of_squares(values: Array) -> float:
+    wide = widen(values).astype(np.float64)
+    return float(np.square(wide, out=wide).sum())

@@ -1,0 +1,99 @@
+"""Whether a packed tensor is, bit for bit, what packing the dense original gives."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sp24cli import metadata
+from sp24cli.bits import Array, contiguous_bits
+from sp24cli.checkpoint.header import label, quote
+from sp24cli.checkpoint.reader import SafetensorsFile
+from sp24cli.ops.pack import pack_bands, tensor_scale
+from sp24cli.ops.plan import is_24
+from sp24cli.packed import PackedMatrix
+from sp24cli.verify.result import Agreement
+
+
+def compare_packing(
+    stored: PackedMatrix, original: SafetensorsFile, name: str, *, workers: int
+) -> Agreement:
+    """Pack the original's tensor ``name`` as ``stored.info`` says, compare all of its parts.
+
+    The original may be pruned or not: pruning by magnitude leaves a 2:4 matrix as it is, and
+    indices come from the source values either way.
+
+    Raises:
+        BadInputError: the original's tensor holds NaN or infinity.
+    """
+    info = stored.info
+    entry = original.header.by_name.get(name)
+    if entry is None:
+        return Agreement(f"{label(original.path)} has no tensor {quote(name)}")
+    if (entry.dtype, entry.shape) != (info.source_dtype, info.shape):
+        return Agreement(
+            f"the original is {entry.dtype} {list(entry.shape)}, "
+            f"packed from {info.source_dtype} {list(info.shape)}"
+        )
+    scale = tensor_scale(original, name, info, workers=workers)
+    for band in pack_bands(original, name, info, scale, prune=True, workers=workers):
+        part = stored.rows(slice(band.start, band.stop))
+        fault = _first_difference(part, band.packed, band.start, info.scale.row_step)
+        if fault is not None:
+            return Agreement(fault)
+    if info.pruned == "given" and not is_24(original, entry):
+        return Agreement(None, "the original is not 2:4; pruned by magnitude to compare")
+    return Agreement(None)
+
+
+def _first_difference(
+    stored: PackedMatrix, made: PackedMatrix, first_row: int, rows_a_scale: int
+) -> str | None:
+    """In words what differs first between two bands that begin at ``first_row``."""
+    if stored.scale is not None and made.scale is not None:
+        place = _first(contiguous_bits(stored.scale) != contiguous_bits(made.scale))
+        if place is not None:
+            index = list(place)
+            found, want = float(stored.scale[place]), float(made.scale[place])
+            if stored.info.scale.kind != "tensor":
+                index[0] += first_row // rows_a_scale
+            return f"scale at {index} is {found!r}, recomputed {want!r}"
+    if (
+        stored.blocks is not None
+        and made.blocks is not None
+        and np.array_equal(stored.blocks, made.blocks)
+    ):
+        return None
+    columns = stored.shape[1]
+    values, meta = stored.row_order()
+    want_values, want_meta = made.row_order()
+    pairs = metadata.decode(meta, columns)
+    want_pairs = metadata.decode(want_meta, columns)
+    place = _first((pairs[0] != want_pairs[0]) | (pairs[1] != want_pairs[1]))
+    if place is not None:
+        found_pair, want_pair = (tuple(int(p[place]) for p in ps) for ps in (pairs, want_pairs))
+        row, group = place
+        return (
+            f"mask differs at row {first_row + row}, group {group}: "
+            f"keeps {found_pair}, recomputed {want_pair}"
+        )
+    bits, want_bits = contiguous_bits(values), contiguous_bits(want_values)
+    place = _first(bits != want_bits)
+    if place is not None:
+        row, kept = place
+        column = 4 * (kept // 2) + int(pairs[kept % 2][row, kept // 2])
+        found_code, want_code = (f"0x{int(b[place]):0{2 * b.itemsize}x}" for b in (bits, want_bits))
+        return (
+            f"code at row {first_row + row}, column {column} is {found_code}, "
+            f"recomputed {want_code}"
+        )
+    if not np.array_equal(meta, want_meta):
+        return f"unused metadata bits differ from row {first_row} on"
+    if stored.blocks is not None:
+        return f"padding differs from row {first_row} on"
+    return None
+
+
+def _first(differs: Array) -> tuple[int, ...] | None:
+    if not differs.any():
+        return None
+    return tuple(int(i) for i in np.unravel_index(int(differs.argmax()), differs.shape))

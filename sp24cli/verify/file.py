@@ -1,0 +1,184 @@
+"""Verify a packed file: structure, agreement with the dense original, numerics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from sp24cli.checkpoint.header import TensorEntry, label
+from sp24cli.checkpoint.packedfile import PackedFile, is_packed
+from sp24cli.checkpoint.reader import SafetensorsFile
+from sp24cli.errors import BadInputError, NoGpuError
+from sp24cli.ops.report import scale_text
+from sp24cli.ops.stream import Meter, Progress, bands, default_workers, map_bands
+from sp24cli.packed import PackedMatrix, check_structure
+from sp24cli.verify import cpu
+from sp24cli.verify.agreement import compare_packing
+from sp24cli.verify.result import NumericsResult, TensorVerdict, VerifyReport
+
+DeviceChoice = Literal["auto", "cpu", "cuda"]
+
+#: Bytes of a passed-through tensor that are compared at a time.
+_COMPARE_BYTES = 1 << 24
+_NO_BLOCK_KERNEL = (
+    "not run on the GPU: block scales need a kernel that is not in this version; run on the CPU"
+)
+
+
+def verify_file(
+    path: Path,
+    against: Path | None = None,
+    *,
+    device: DeviceChoice = "auto",
+    seed: int = 0,
+    workers: int | None = None,
+    progress: Progress | None = None,
+) -> VerifyReport:
+    """All that can be checked of the packed file ``path``.
+
+    Structure: parts, legal index pairs, scales, padding. Agreement, with ``against``: mask,
+    codes and scales recomputed from the dense original (pruned or not) bit for bit, and all
+    other tensors byte for byte. Numerics: the product of each weight on ``device``, every
+    element (see `cpu.verify_matrix`); not run for a tensor whose structure is wrong.
+
+    Raises:
+        BadInputError: a file that cannot be read, or ``path`` is not a packed one.
+        NoGpuError: ``device`` is "cuda" and there is no usable Hopper GPU.
+    """
+    workers = workers or default_workers()
+    with ExitStack() as stack:
+        packed = stack.enter_context(PackedFile(path))
+        original = None
+        if against is not None:
+            original = stack.enter_context(SafetensorsFile(against))
+            if is_packed(original.metadata):
+                raise BadInputError(f"{label(against)}: is packed; --against takes the dense file")
+        numerics, used, note = _choose_device(device, workers)
+        meter = Meter(sum(entry.nbytes for entry in packed.file.header.entries), progress)
+        verdicts = []
+        for name in packed.packed:
+            verdicts.append(_verify_tensor(packed, name, original, numerics, seed, workers))
+            packed.drop_cache(name)
+            parts = packed.packed[name].parts()
+            meter.add(sum(packed.file.entry(f"{name}_{part}").nbytes for part in parts))
+        faults: tuple[str, ...] = ()
+        if original is not None:
+            faults = tuple(_compare_others(packed, original, meter))
+        return VerifyReport(
+            path=str(path),
+            against=None if against is None else str(against),
+            device=used,
+            device_note=note,
+            tensors=tuple(verdicts),
+            passed_through=None if original is None else len(packed.others),
+            faults=faults,
+        )
+
+
+_Numerics = Callable[[PackedMatrix, int], NumericsResult]
+
+
+def _choose_device(choice: DeviceChoice, workers: int) -> tuple[_Numerics, str, str]:
+    """What runs the products, the device's name, and why it is the CPU if that was not asked."""
+
+    def on_cpu(packed: PackedMatrix, seed: int) -> NumericsResult:
+        return cpu.verify_matrix(packed, seed, workers=workers)
+
+    if choice == "cpu":
+        return on_cpu, "cpu", ""
+    try:
+        # Late: CUDA is loaded for those alone who use it.
+        from sp24cli.gpu.device import Device
+
+        name = Device.open().name
+    except NoGpuError as error:
+        if choice == "cuda":
+            raise
+        return on_cpu, "cpu", str(error)
+    from sp24cli.verify.gpu import verify_matrix
+
+    def on_gpu(packed: PackedMatrix, seed: int) -> NumericsResult:
+        if packed.info.scale.kind == "block":
+            result = on_cpu(packed, seed)
+            return NumericsResult(result.device, result.checks, _NO_BLOCK_KERNEL)
+        return verify_matrix(packed, seed)
+
+    return on_gpu, name, ""
+
+
+def _verify_tensor(
+    packed: PackedFile,
+    name: str,
+    original: SafetensorsFile | None,
+    numerics: _Numerics,
+    seed: int,
+    workers: int,
+) -> TensorVerdict:
+    matrix = packed.load(name)
+    structure = _structure(matrix, workers)
+    agreement = None
+    if original is not None:
+        agreement = compare_packing(matrix, original, name, workers=workers)
+    info = matrix.info
+    return TensorVerdict(
+        name=name,
+        shape=info.shape,
+        type=info.type,
+        scale=scale_text(info.scale),
+        layout=info.layout,
+        structure=structure,
+        agreement=agreement,
+        numerics=numerics(matrix, seed) if structure is None else None,
+    )
+
+
+def _structure(matrix: PackedMatrix, workers: int) -> str | None:
+    """`check_structure` by row bands, which bounds its temporaries; the whole names the place."""
+    rows, columns = matrix.shape
+
+    def is_right(start: int, stop: int) -> bool:
+        return check_structure(matrix.rows(slice(start, stop))) is None
+
+    ranges = bands(rows, columns, multiple=matrix.row_step)
+    if ranges and all(map_bands(is_right, ranges, columns, workers)):
+        return None
+    return check_structure(matrix)
+
+
+def _compare_others(packed: PackedFile, original: SafetensorsFile, meter: Meter) -> Iterator[str]:
+    """Faults of the tensors that were passed through, and of those that got lost."""
+    known = original.header.by_name
+    for entry in packed.others:
+        there = known.get(entry.name)
+        if there is None:
+            yield f"{entry.name}: is not in the original"
+        elif (there.dtype, there.shape) != (entry.dtype, entry.shape):
+            yield (
+                f"{entry.name}: is {entry.dtype} {list(entry.shape)}, in the original "
+                f"{there.dtype} {list(there.shape)}"
+            )
+        elif (byte := _first_difference(packed.file, original, entry)) is not None:
+            yield f"{entry.name}: differs from the original at its byte {byte}"
+        meter.add(entry.nbytes)
+    present = {entry.name for entry in packed.others} | packed.packed.keys()
+    for name in known:
+        if name not in present:
+            yield f"{name}: is in the original, not here"
+
+
+def _first_difference(
+    file: SafetensorsFile, original: SafetensorsFile, entry: TensorEntry
+) -> int | None:
+    mine, theirs = (np.frombuffer(f.raw(entry.name), np.uint8) for f in (file, original))
+    for start in range(0, entry.nbytes, _COMPARE_BYTES):
+        part = slice(start, start + _COMPARE_BYTES)
+        differs = mine[part] != theirs[part]
+        if differs.any():
+            return start + int(differs.argmax())
+    for f in (file, original):
+        f.drop_cache(entry.name)
+    return None

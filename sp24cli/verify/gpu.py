@@ -1,0 +1,145 @@
+"""Numerics on the GPU: run the kernels on a packed matrix and compare every element."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+
+from sp24cli.bits import Array, widen
+from sp24cli.fp8 import convert
+from sp24cli.gpu.device import Device
+from sp24cli.gpu.matmul import OUT_DTYPES, SparseWeight
+from sp24cli.gpu.select import candidates
+from sp24cli.optypes import OperandType
+from sp24cli.packed import PackedMatrix
+from sp24cli.verify.compare import Comparison
+from sp24cli.verify.result import Check, NumericsResult
+from sp24cli.verify.tensorcore import element_bound, frobenius_bound
+
+#: Rows of the random activations: more than the widest tile, and ragged.
+TOKENS = 333
+
+#: Columns of the identity multiplied at a time.
+_IDENTITY = 1024
+
+
+@cache
+def _device() -> Device:
+    return Device.open()
+
+
+def verify_matrix(packed: PackedMatrix, seed: int) -> NumericsResult:
+    """Check all of ``packed`` by every kernel that multiplies its type.
+
+    "identity": A times the identity in float32, which must give every dequantized weight exactly,
+    and so proves values, metadata and scales as the tensor core reads them. Then, kernel by kernel,
+    A times random rows of the operand type, with a scale a row and a bias; every element within
+    `tensorcore.element_bound` of float64, and the whole within `tensorcore.frobenius_bound`.
+
+    Raises:
+        Sp24Error: the GPU fails, or the scale kind is one that the kernels do not apply.
+    """
+    device = _device()
+    weight = SparseWeight.upload(device, packed)
+    checks = [_identity(device, weight, packed), *_products(device, weight, packed, seed)]
+    return NumericsResult(device.name, tuple(checks))
+
+
+def padded_rows(x: Array, optype: OperandType) -> Array:
+    """``x`` [N, K] with rows of whole 16 bytes; what is added is NaN, which no kernel may read."""
+    step = 16 // optype.itemsize
+    pitch = -(-x.shape[1] // step) * step
+    if pitch == x.shape[1]:
+        return x
+    padded = np.full((x.shape[0], pitch), np.nan, np.float32).astype(x.dtype)
+    padded[:, : x.shape[1]] = x
+    return padded
+
+
+def multiply(
+    device: Device,
+    weight: SparseWeight,
+    x: Array,
+    out: str,
+    order: str,
+    *,
+    scale_b: Array | None = None,
+    bias: Array | None = None,
+    kernel: str | None = None,
+) -> Array:
+    """D of ``x`` [N, K] (operand type) as the kernel writes it: [M, N] or, for ``nm``, [N, M].
+
+    The output is filled with NaN before, so an element that is not written does not pass.
+    """
+    n = x.shape[0]
+    rows = padded_rows(x, weight.type)
+    plan = weight.plan(n, out, order, kernel)
+    shape = (n, weight.shape[0]) if order == "nm" else (weight.shape[0], n)
+    dtype = OUT_DTYPES[out]
+    with (
+        device.upload(rows.view(np.uint8)) as b,
+        device.alloc(shape[0] * shape[1] * dtype.itemsize) as d,
+        device.upload(np.ones(1, np.float32) if scale_b is None else scale_b) as scales,
+        device.upload(np.zeros(1, np.float32) if bias is None else bias) as biases,
+    ):
+        device.memset(d, 0xFF)
+        plan.enqueue(
+            b,
+            rows.shape[1],
+            d,
+            scale_b=None if scale_b is None else scales,
+            scale_b_rows=scale_b is not None and scale_b.size > 1,
+            bias=None if bias is None else biases,
+        )
+        return device.download(d, dtype, shape)
+
+
+def _identity(device: Device, weight: SparseWeight, packed: PackedMatrix) -> Check:
+    columns = packed.shape[1]
+    want = packed.dequantize(np.float32)
+    comparison = Comparison("identity")
+    got = np.empty_like(want)
+    for start in range(0, columns, _IDENTITY):
+        stop = min(start + _IDENTITY, columns)
+        x = np.zeros((stop - start, columns), weight.type.dtype)
+        x[np.arange(stop - start), np.arange(start, stop)] = 1
+        got[:, start:stop] = multiply(device, weight, x, "f32", "mn")
+    comparison.add(got, want, 0.0)
+    return comparison.check()
+
+
+def _products(device: Device, weight: SparseWeight, packed: PackedMatrix, seed: int) -> list[Check]:
+    m, k = packed.shape
+    optype = weight.type
+    random = np.random.default_rng(seed)
+    x = convert(random.standard_normal((TOKENS, k), np.float32), optype)
+    scale_b = random.uniform(0.5, 2.0, TOKENS).astype(np.float32)
+    a = packed.dequantize(np.float64)
+    b = widen(x).astype(np.float64) * scale_b[:, None]
+    want = a @ b.T
+    norms = np.sqrt((a * a) @ (b * b).T)
+    size = float(np.sqrt(np.mean(want * want))) if want.size else 0.0
+    bias = (size * random.standard_normal(m)).astype(np.float32)
+    want += bias[:, None].astype(np.float64)
+    checks = []
+    for out in OUT_DTYPES:
+        if out == "f16" and np.abs(want).max(initial=0) > 60000:
+            continue  # this weight's products do not fit the type
+        bound = element_bound(optype, k, norms, out, want)
+        # The bias is added after the sum, so it only dilutes the relative error.
+        relative = frobenius_bound(optype, k, out)
+        for order in ("nm", "mn"):
+            for entry in candidates(optype.name, out, order):
+                d = multiply(
+                    device, weight, x, out, order, scale_b=scale_b, bias=bias, kernel=entry.name
+                )
+                comparison = Comparison(entry.name)
+                comparison.add(d.T if order == "nm" else d, want, bound)
+                check = comparison.check()
+                if check.rel_frobenius > relative:
+                    error = check.rel_frobenius
+                    name = f"{check.name} as a whole"
+                    check = Check(name, False, error, relative, error, check.first_bad)
+                checks.append(check)
+    return checks

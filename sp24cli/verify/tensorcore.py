@@ -1,0 +1,72 @@
+"""How far a product summed on Hopper's sparse tensor cores may lie from the exact one.
+
+Measured on an H200 by single products beside one large one (the same within a wgmma, in the next
+and in the accumulator): a step aligns its products and the accumulator to the largest exponent
+among them and cuts each, toward zero, to a grid of 2^-13 of that exponent for 8-bit operands and
+of 2^-25 for 16-bit ones, whose result is then cut to float32.
+
+So with g the largest grid of an element's sum, S = sqrt(Σ p²) the norm of its n products p and
+steps of `_TERMS` products each:
+
+* |partial sum| <= λ S: the activations' signs are random and independent, so the partial sums are
+  a walk of symmetric steps p; Hoeffding and Lévy give P(any exceeds λ S) <= 4 exp(-λ²/2). A product
+  alone is at most S. Hence g <= 2^-F max(λ, 1) S.
+* each product loses less than g, with the opposite sign of the product, a walk again: at most
+  λ g √n in all (Azuma).
+* each step cuts the accumulator once more, always toward zero: at most g a step.
+
+λ makes the chance that any of M N elements of a right product fails less than `_FAILURE`. The
+bound of an element is wide, as any bound by worst steps is; what it may miss, a single wrong code
+or index, the exact product with the identity finds.
+
+Over the whole matrix the walks average out: the error's norm is that of the cuts of the
+accumulator, at most a grid of it a step, and of √(n/3) independent uniform losses.
+"""
+
+from __future__ import annotations
+
+import math
+
+from sp24cli.bits import Array
+from sp24cli.optypes import OperandType
+
+#: Chance that a right product is refused.
+_FAILURE = 1e-9
+
+#: Bits of the grid below the largest exponent, by operand bytes. The 16-bit sum is cut again, to
+#: float32's 23, which is the larger of its two losses.
+_GRID_BITS = {1: 13, 2: 23}
+
+#: Kept products summed in one step, by operand bytes: half a wgmma. Fewer steps would only narrow
+#: the bound.
+_TERMS = {1: 16, 2: 8}
+
+#: Unit roundoff and half the smallest subnormal of each output type.
+OUT_UNIT = {"bf16": 2.0**-8, "f16": 2.0**-11, "f32": 2.0**-24}
+OUT_TINY = {"bf16": 2.0**-134, "f16": 2.0**-25, "f32": 2.0**-150}
+
+#: Roundings of float32 between the sum and the output: two scales and the bias.
+_EPILOGUE = 3 * 2.0**-24
+
+
+def _steps(optype: OperandType, k: int) -> int:
+    return -(-k // (2 * _TERMS[optype.itemsize]))
+
+
+def element_bound(optype: OperandType, k: int, norms: Array, out: str, d: Array) -> Array:
+    """The largest error of each element: ``norms`` is S, ``d`` the exact result, both [M, N].
+
+    Scales and bias included: ``norms`` is taken of the scaled products.
+    """
+    count = max(1, d.size)
+    walk = math.sqrt(2 * math.log(8 * count / _FAILURE))
+    grid = 2.0 ** -_GRID_BITS[optype.itemsize] * walk * norms
+    error = grid * (walk * math.sqrt(k / 2) + _steps(optype, k))
+    rounding = OUT_UNIT[out] + _EPILOGUE
+    return error + rounding * (abs(d) + error) + OUT_TINY[out]
+
+
+def frobenius_bound(optype: OperandType, k: int, out: str) -> float:
+    """The largest norm of the error over that of a product with random activations."""
+    grid = 2.0 ** -_GRID_BITS[optype.itemsize]
+    return grid * (_steps(optype, k) + math.sqrt(k / 6)) + OUT_UNIT[out] + _EPILOGUE

@@ -1,0 +1,131 @@
+"""``sp24 bench`` where there is no GPU: listing, usage errors, exit codes, where output goes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from sp24cli.bench.rates import Shape
+from sp24cli.bench.result import BenchResult, Environment, Failure
+from sp24cli.bench.statistics import Settings
+from sp24cli.cli import bench as command
+from sp24cli.cli.main import run
+from sp24cli.errors import NoGpuError
+from sp24cli.gpu.device import Device
+from sp24cli.kernels import manifest
+
+RESULT = BenchResult(
+    Environment("2026-01-01", "H200", 132, 1, 1980.0, "CUDA 13.0", "ab", "0", None, {}),
+    Settings(),
+    (),
+    (),
+    (),
+)
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    def refuse(ordinal=0):
+        raise NoGpuError("no usable GPU: the NVIDIA driver is not installed")
+
+    monkeypatch.setattr(Device, "open", refuse)
+
+
+def test_list_names_every_kernel_without_a_gpu(no_gpu, capsys):
+    assert run(["bench", "--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    entries = manifest.load().entries
+    assert [line.split()[0] for line in lines[1:-1]] == [entry.name for entry in entries]
+    assert manifest.load().sha256 in lines[-1]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["--suite", "llm"],
+        ["--shape", "256x16x512", "--type", "f16", "--out", "f32", "--order", "mn"],
+        ["missing.safetensors", "--n", "16,32"],
+    ],
+)
+def test_without_a_gpu_it_is_one_line_and_exit_5(no_gpu, capsys, arguments):
+    assert run(["bench", *arguments]) == 5
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == "sp24: error: no usable GPU: the NVIDIA driver is not installed\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--shape", "12x12"], "MxNxK"),
+        (["--shape", "16x16x18"], "multiple of 4"),
+        (["x.safetensors", "--shape", "16x16x16"], "not both"),
+        (["x.safetensors", "--suite", "llm"], "not both"),
+        (["x.safetensors", "--type", "f16"], "PACKED has its own"),
+        (["x.safetensors", "--n", "16,,32"], "token counts"),
+        (["x.safetensors", "--n", "0"], "token counts"),
+        (["--n", "16"], "--n is for PACKED"),
+        (["--kernel", "fastest"], "--list"),
+        (["--suite", "vision"], "vision"),
+        (["--type", "e5m2"], "e5m2"),
+        (["--rounds", "0"], "rounds"),
+        (["--json", "-", "--csv", "-"], "only one"),
+    ],
+)
+def test_usage_errors_come_before_the_gpu(no_gpu, capsys, arguments, message):
+    assert run(["bench", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(("codes", "code"), [((1,), 1), ((1, 3), 3), ((), 0)])
+def test_a_failed_case_is_the_exit_code_after_the_table(monkeypatch, capsys, codes, code):
+    failures = tuple(Failure(Shape(4, 4, 4), f"fault {c}", c) for c in codes)
+    monkeypatch.setattr(Device, "open", lambda: object())
+    monkeypatch.setattr("sp24cli.gpu.telemetry.Telemetry", lambda device: None)
+    monkeypatch.setattr("sp24cli.bench.run.run", lambda *a, **k: replace(RESULT, failures=failures))
+    assert run(["bench", "--shape", "4x4x4"]) == code
+    captured = capsys.readouterr()
+    assert "dense-equivalent" in captured.out
+    assert captured.err == (f"sp24: error: fault {code}\n" if code else "")
+
+
+class TestOutput:
+    def test_a_file_leaves_the_table_on_stdout(self, tmp_path, capsys):
+        path = tmp_path / "new" / "result.json"
+        command._write(RESULT, [("json", str(path))])
+        assert json.loads(path.read_text())["sp24.bench"] == 1
+        assert "dense-equivalent" in capsys.readouterr().out
+        assert [p.name for p in path.parent.iterdir()] == ["result.json"]
+
+    def test_a_dash_takes_the_tables_place(self, capsys):
+        command._write(RESULT, [("json", "-")])
+        assert json.loads(capsys.readouterr().out)["environment"]["gpu"] == "H200"
+
+    def test_csv_and_markdown(self, tmp_path):
+        command._write(RESULT, [("csv", str(tmp_path / "r.csv")), ("md", str(tmp_path / "r.md"))])
+        assert (tmp_path / "r.csv").read_text().startswith("date,gpu,m,n,k,")
+        assert (tmp_path / "r.md").read_text().startswith("# sp24 bench")
+
+    def test_a_failed_write_keeps_the_old_file(self, tmp_path, monkeypatch):
+        path = tmp_path / "r.json"
+        path.write_text("old")
+        monkeypatch.setattr(command.os, "replace", _fail)
+        with pytest.raises(OSError, match="full"):
+            command._write(RESULT, [("json", str(path))])
+        assert path.read_text() == "old"
+        assert len(list(tmp_path.iterdir())) == 1
+
+    def test_a_new_file_has_ordinary_permissions(self, tmp_path):
+        plain, written = tmp_path / "plain", tmp_path / "r.json"
+        plain.write_text("")
+        command._write(RESULT, [("json", str(written))])
+        assert written.stat().st_mode == plain.stat().st_mode
+
+
+def _fail(*_):
+    raise OSError("disk full")

@@ -1,0 +1,565 @@
+"""The whole bench on a device made of host memory: order of things, faults, peers, reports."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from sp24cli.bench import judge, plan, report
+from sp24cli.bench import run as bench
+from sp24cli.bench.problem import random_tokens, random_weight
+from sp24cli.bench.rates import Shape
+from sp24cli.bench.statistics import Settings
+from sp24cli.errors import BadInputError
+from sp24cli.optypes import operand_type
+from sp24cli.peers.library import NUMPY_TYPES, PeerAbsent, PeerError
+from sp24cli.scaling import ScaleSpec
+from sp24cli.verify.result import Check, NumericsResult
+
+SETTINGS = Settings(
+    idle_ms=0.0, burst_ms=1.0, sustained_from_ms=1.0, sustained_to_ms=2.0, graph_ms=0.1, rounds=2
+)
+
+
+class Memory:
+    def __init__(self, device, nbytes):
+        self.bytes = np.zeros(nbytes, np.uint8)
+        self.nbytes = nbytes
+        self.ptr = device.next
+        device.next += nbytes + 64
+        device.buffers[self.ptr] = self
+        self.device = device
+
+    def free(self):
+        self.device.buffers.pop(self.ptr, None)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *rest):
+        self.free()
+
+
+class HostDevice:
+    """As sp24cli.gpu.device.Device, with simulated time: ``spend`` microseconds a product."""
+
+    name, sm_count, driver_version = "Simulated H200", 132, 13000
+    l2_bytes, clock_khz_max, mem_bytes, uuid, stream = 4096, 1_980_000, 1 << 34, "", 0
+
+    def __init__(self):
+        self.buffers, self.next, self.time_us, self.captured = {}, 4096, 0.0, None
+        self.log = []
+
+    def alloc(self, nbytes):
+        return Memory(self, nbytes)
+
+    def upload(self, array):
+        buffer = Memory(self, array.nbytes)
+        buffer.bytes[:] = np.ascontiguousarray(array).view(np.uint8).ravel()
+        return buffer
+
+    def download(self, buffer, dtype, shape):
+        return self.array(buffer.ptr, dtype, shape).copy()
+
+    def array(self, ptr, dtype, shape):
+        count = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        return self.buffers[ptr].bytes[:count].view(dtype).reshape(shape)
+
+    def copy_d2d(self, dst, src, nbytes):
+        self.buffers[dst].bytes[:nbytes] = self.buffers[src].bytes[:nbytes]
+
+    def memset(self, buffer, byte):
+        buffer.bytes[:] = byte
+
+    def synchronize(self):
+        pass
+
+    def do(self, who, us, action):
+        """Work on the stream: recorded while capturing (not executed again at replay)."""
+        if self.captured is not None:
+            self.captured.append((who, us))
+        else:
+            action()
+            self.spend(who, us)
+
+    def spend(self, who, us):
+        self.time_us += us
+        self.log.append(who)
+
+    def capture(self, enqueue):
+        self.captured = []
+        enqueue()
+        launches, self.captured = self.captured, None
+        return SimpleNamespace(launch=lambda: [self.spend(who, us) for who, us in launches])
+
+    def event(self):
+        event = SimpleNamespace(at=None, synchronize=lambda: None)
+
+        def record():
+            event.at = self.time_us
+
+        event.record = record
+        return event
+
+
+class Weight:
+    """As sp24cli.gpu.matmul.SparseWeight, by numpy. ``fault`` spoils the output array [M, N]."""
+
+    fault = staticmethod(lambda got, n: got)
+
+    def __init__(self, device, packed):
+        self.device, self.packed = device, packed
+
+    @classmethod
+    def upload(cls, device, packed):
+        return cls(device, packed)
+
+    def plan(self, n, out_dtype="bf16", order="nm", kernel=None):
+        return KernelPlan(self, n, out_dtype, order, kernel or "kernel_of_choice")
+
+
+@dataclass
+class KernelPlan:
+    weight: Weight
+    n: int
+    out: str
+    order: str
+    name: str
+
+    @property
+    def kernel(self):
+        return SimpleNamespace(name=self.name)
+
+    def enqueue(self, x, ldx, out, scale_b=None, scale_b_rows=False):
+        packed, device = self.weight.packed, self.weight.device
+        k = packed.shape[1]
+
+        def multiply():
+            tokens = device.array(x.ptr, packed.info.optype.dtype, (self.n, ldx))[:, :k]
+            product = packed.dequantize(np.float64) @ tokens.astype(np.float64).T
+            if scale_b is not None:
+                product *= device.array(scale_b.ptr, np.float32, (self.n,))
+                assert scale_b_rows
+            product = Weight.fault(product.astype(NUMPY_TYPES[self.out]), self.n)
+            stored = product.T if self.order == "nm" else product
+            device.array(out.ptr, NUMPY_TYPES[self.out], stored.shape)[:] = stored
+
+        device.do("sp24", 10.0, multiply)
+
+
+class PeerLibrary:
+    """Either peer. ``times`` maps (order, id) to microseconds; id None is the default. Those in
+    ``wrong`` spoil an element, those in ``idle`` write nothing, those in ``refused`` raise."""
+
+    version = "9.9"
+
+    def __init__(self, times, wrong=(), refused=(), idle=()):
+        self.times, self.wrong, self.refused, self.idle = times, wrong, refused, idle
+        self.device = None
+
+    def open(self, device):
+        self.device = device
+
+    def close(self):
+        self.device = None
+
+    def plan(self, problem, algorithm=None):
+        if problem.operand == "f64":
+            return PeerPlan(self, problem, None, 1.0)
+        if (problem.order, algorithm) in self.refused:
+            raise PeerError("matmul: not supported")
+        return PeerPlan(self, problem, algorithm, self.times[problem.order, algorithm])
+
+
+class PeerPlan:
+    compressed_bytes = 64
+
+    def __init__(self, library, problem, algorithm, us):
+        self.library, self.problem, self.us = library, problem, us
+        self.algorithm = 0 if algorithm is None else algorithm
+        self.key = (problem.order, algorithm)
+        self.algorithm_count = 1 + max(
+            (i for o, i in library.times if o == problem.order and i is not None), default=0
+        )
+        self.dense = None
+
+    def compress(self, dense, compressed):
+        p = self.problem
+        self.dense = self.library.device.array(dense, NUMPY_TYPES[p.operand], (p.m, p.k)).copy()
+
+    def enqueue(self, a, b, d):
+        p, device = self.problem, self.library.device
+        operand = NUMPY_TYPES[p.operand]
+
+        def multiply():
+            if self.key in self.library.idle:
+                return
+            weight = self.dense if self.dense is not None else device.array(a, operand, (p.m, p.k))
+            tokens = device.array(b, operand, (p.n, p.k)).astype(np.float64)
+            got = p.alpha * (weight.astype(np.float64) @ tokens.T)
+            if self.key in self.library.wrong:
+                got[p.m - 1, 0] += 5 * got.std()
+            stored = got.T if p.order == "nm" else got
+            device.array(d, NUMPY_TYPES[p.out], stored.shape)[:] = stored
+
+        device.do(self.key, self.us, multiply)
+
+    def free(self):
+        pass
+
+
+@pytest.fixture
+def device(monkeypatch):
+    import sys
+
+    import sp24cli.gpu.device
+    import sp24cli.gpu.matmul
+
+    device = HostDevice()
+    monkeypatch.setattr(sp24cli.gpu.matmul, "SparseWeight", Weight)
+    monkeypatch.setattr(
+        sp24cli.gpu.device, "elapsed_ms", lambda start, end: (end.at - start.at) / 1000
+    )
+    verify = SimpleNamespace(
+        verify_matrix=lambda packed, seed: NumericsResult(
+            "simulated", (Check("identity", True, 0.0, 0.0, 0.0),)
+        )
+    )
+    monkeypatch.setitem(sys.modules, "sp24cli.verify.gpu", verify)
+    absent(monkeypatch)
+    return device
+
+
+def absent(monkeypatch):
+    for kind, name in ((bench.CublasLt, "cuBLASLt"), (bench.CusparseLt, "cuSPARSELt")):
+        monkeypatch.setattr(kind, "load", classmethod(lambda cls, name=name: _absent(name)))
+
+
+def _absent(name):
+    raise PeerAbsent(f"no {name} here")
+
+
+def libraries(monkeypatch, *, dense=None, sparse=None):
+    """Put simulated peers in place: ``dense`` microseconds, ``sparse`` (times, wrong, refused)."""
+
+    def install(kind, version, *arguments):
+        made = type("Simulated", (PeerLibrary, kind), {"version": version})(*arguments)
+        monkeypatch.setattr(kind, "load", classmethod(lambda cls: made))
+
+    if dense is not None:
+        install(bench.CublasLt, "13", {(order, None): dense for order in ("nm", "mn")})
+    if sparse is not None:
+        install(bench.CusparseLt, "0.8", *sparse)
+
+
+SMALL = Shape(128, 16, 256)
+
+
+def run(device, shapes=(SMALL,), type_name="e4m3", *, peers=True, **options):
+    order = options.pop("order", "nm")
+    cases = plan.plan_shapes(shapes, type_name, workers=2, **options)
+    return bench.run(plan.BenchPlan(cases, order, None, peers, SETTINGS, workers=2), device)
+
+
+def only_failure(result):
+    assert result.cases == ()
+    (failure,) = result.failures
+    return failure
+
+
+@pytest.mark.parametrize("order", ["nm", "mn"])
+@pytest.mark.parametrize(
+    ("type_name", "scale", "out"),
+    [("e4m3", "tensor", "bf16"), ("e4m3", "vector", "f32"), ("f16", "tensor", None)],
+)
+def test_ours_alone(device, order, type_name, scale, out):
+    result = run(device, type_name=type_name, order=order, scale=scale, out=out)
+    (case,) = result.cases
+    (row,) = case.rows
+    assert row.role.detail == "kernel_of_choice"
+    assert row.burst.us == pytest.approx(10.0)
+    assert row.burst.tflops == pytest.approx(2 * 128 * 16 * 256 / 10 / 1e6)
+    assert row.check.passed
+    assert [check.name for check in case.checks] == [
+        "all elements", "every copy gives the same bits", "same bits after timing",
+    ]  # fmt: skip
+    assert case.out == (out or "f16")
+    assert result.environment.peers == {
+        "cuBLASLt": "not used: no cuBLASLt here", "cuSPARSELt": "not used: no cuSPARSELt here",
+    }  # fmt: skip
+    assert not device.buffers, "device memory leaked"
+
+
+@pytest.mark.parametrize("k", [1020, 4])
+def test_ragged_k_is_padded_to_whole_16_bytes(device, k):
+    result = run(device, (Shape(100, 7, k),))
+    assert result.cases[0].skipped == (("peers", "the peers need K to fill whole 16 bytes"),)
+
+
+def test_a_wrong_element_stops_before_timing(device, monkeypatch):
+    def spoil(got, n):
+        got[77, 5] = 3 * got[77, 5] + 1
+        return got
+
+    monkeypatch.setattr(Weight, "fault", staticmethod(spoil))
+    failure = only_failure(run(device))
+    assert re.search(r"128x16x256 e4m3.*row 77, column 5", failure.message)
+    assert failure.exit_code == 3
+    assert device.log.count("sp24") < 64 + 2
+    assert not device.buffers
+
+
+def test_an_unwritten_element_is_seen(device, monkeypatch):
+    """The output is poisoned, so what the kernel leaves out cannot pass by luck."""
+
+    def leave(self, x, ldx, out, scale_b=None, scale_b_rows=False):
+        pass
+
+    monkeypatch.setattr(KernelPlan, "enqueue", leave)
+    assert "row 0, column 0" in only_failure(run(device)).message
+
+
+def test_a_moving_result_is_a_race(device, monkeypatch):
+    verified = []
+
+    def late(got, n):
+        if verified:
+            got[1, 1] *= 1.01
+        verified.append(True)
+        return got
+
+    monkeypatch.setattr(Weight, "fault", staticmethod(late))
+    assert "same bits after timing" in only_failure(run(device)).message
+
+
+def test_a_failed_case_does_not_take_the_others_along(device, monkeypatch):
+    def spoil(got, n):
+        return got * (got.shape != (64, 16))
+
+    monkeypatch.setattr(Weight, "fault", staticmethod(spoil))
+    seen = []
+    shapes = (SMALL, Shape(64, 16, 128), Shape(128, 32, 256))
+    cases = plan.plan_shapes(shapes, "e4m3", workers=1)
+    result = bench.run(plan.BenchPlan(cases, "nm", settings=SETTINGS), device, finished=seen.append)
+    assert [case.shape for case in result.cases] == [shapes[0], shapes[2]]
+    assert list(result.cases) == seen
+    assert [failure.shape for failure in result.failures] == [shapes[1]]
+    assert "64x16x128 has no figures" in report.table(result)
+    assert report.one_line(seen[0]) == "128x16x256 e4m3: sp24 10.00 us (sustained)"
+    assert not device.buffers
+
+
+SPARSE_TIMES = {
+    ("nm", None): 30.0, ("mn", None): 35.0,
+    ("nm", 0): 30.0, ("nm", 1): 14.0, ("nm", 2): 9.0,
+    ("mn", 0): 35.0, ("mn", 1): 12.0, ("mn", 2): 25.0,
+}  # fmt: skip
+
+
+def test_peers_are_ranked_verified_and_timed(device, monkeypatch):
+    # id 2 in nm is the fastest and wrong; id 2 in mn is refused.
+    sparse = (SPARSE_TIMES, {("nm", 2)}, {("mn", 2)})
+    libraries(monkeypatch, dense=20.0, sparse=sparse)
+    result = run(device)
+    (case,) = result.cases
+    assert case.reference == "float64 product by cuBLASLt"
+    assert [row.role.label for row in case.rows] == [
+        "sp24", "cuBLASLt dense", "cuSPARSELt default", "cuSPARSELt id 1 mn", "cuSPARSELt id 1 nm",
+    ]  # fmt: skip
+    assert case.searched == 5
+    assert dict(case.skipped) == {
+        "cuSPARSELt id 2 nm": "its product is wrong; not timed",
+        "cuSPARSELt id 2 mn (mn)": "matmul: not supported",
+    }
+    assert case.best("cusparselt", "burst").role.label == "cuSPARSELt id 1 mn"
+    assert case.speedup("cusparselt", "burst") == pytest.approx(1.2)
+    assert case.speedup("cusparselt", "sustained", default=True) == pytest.approx(3.0)
+    assert case.speedup("cublaslt", "sustained") == pytest.approx(2.0)
+    assert all(row.check.passed for row in case.rows)
+    assert result.environment.peers == {"cuBLASLt": "13", "cuSPARSELt": "0.8"}
+    assert not device.buffers
+
+
+def test_a_peer_that_writes_nothing_does_not_inherit_our_result(device, monkeypatch):
+    # Only nm: so the memory holds a right result in the right order when id 1 leaves it as it is.
+    times = {("nm", None): 30.0, ("nm", 0): 30.0, ("nm", 1): 5.0}
+    libraries(monkeypatch, sparse=(times, (), {("mn", None)}, {("nm", 1)}))
+    (case,) = run(device).cases
+    assert dict(case.skipped) == {"cuSPARSELt id 1 nm": "its product is wrong; not timed"}
+
+
+def test_a_default_among_the_fastest_is_timed_once(device, monkeypatch):
+    times = {("nm", None): 5.0, ("nm", 0): 5.0, ("mn", None): 30.0, ("mn", 0): 30.0}
+    libraries(monkeypatch, sparse=(times, (), ()))
+    (case,) = run(device).cases
+    labels = [row.role.label for row in case.rows]
+    assert labels == ["sp24", "cuSPARSELt default", "cuSPARSELt id 0 mn"]
+    assert case.best("cusparselt", "burst").role.default
+
+
+def test_peers_get_the_tensor_scale_as_alpha(device, monkeypatch):
+    libraries(monkeypatch, dense=20.0)
+    tensor = run(device, scale="tensor").cases[0]
+    vector = run(device, scale="vector").cases[0]
+    assert tensor.rows[1].role.alpha != 1.0
+    assert vector.rows[1].role.alpha == 1.0
+    assert tensor.rows[1].check.passed
+    assert vector.rows[1].check.passed
+
+
+def test_no_peers_leaves_them_out_but_keeps_the_reference(device, monkeypatch):
+    libraries(monkeypatch, dense=20.0, sparse=(SPARSE_TIMES, (), ()))
+    result = run(device, peers=False)
+    assert [row.role.label for row in result.cases[0].rows] == ["sp24"]
+    assert result.cases[0].reference == "float64 product by cuBLASLt"
+
+
+def test_cases_share_a_weight(device, monkeypatch):
+    drawn = []
+    plain = plan.random_weight
+
+    def count(m, k, *rest):
+        drawn.append((m, k))
+        return plain(m, k, *rest)
+
+    monkeypatch.setattr(plan, "random_weight", count)
+    shapes = (Shape(128, 16, 256), Shape(128, 32, 256), Shape(64, 16, 256))
+    assert len(run(device, shapes).cases) == 3
+    assert drawn == [(128, 256), (64, 256)]
+
+
+class TestFiles:
+    @pytest.fixture
+    def packed_file(self, tmp_path):
+        from sp24cli.checkpoint.packedfile import merge_metadata, part_entries
+        from sp24cli.checkpoint.writer import StreamingWriter
+
+        e4m3 = operand_type("e4m3")
+        matrices = {
+            name: random_weight(m, k, e4m3, ScaleSpec(kind), seed=i, workers=1)
+            for i, (name, m, k, kind) in enumerate(
+                (("a.weight", 64, 128, "vector"), ("b.weight", 64, 128, "vector"),
+                 ("c.weight", 128, 256, "tensor"))
+            )
+        }  # fmt: skip
+        entries, metadata = [], {}
+        for name, packed in matrices.items():
+            entries += part_entries(name, packed.info)
+        metadata = merge_metadata({}, {name: p.info for name, p in matrices.items()})
+        path = tmp_path / "p.safetensors"
+        with StreamingWriter(path, entries, metadata) as writer:
+            for name, packed in matrices.items():
+                writer.write(f"{name}_blocks", packed.blocks)
+                writer.write(f"{name}_scale", packed.scale)
+        return path
+
+    def test_weights_of_one_shape_are_timed_once(self, device, packed_file):
+        cases, notes = plan.plan_file(str(packed_file), (16, 32), workers=1)
+        assert [str(case.shape) for case in cases] == [
+            "64x16x128", "64x32x128", "128x16x256", "128x32x256",
+        ]  # fmt: skip
+        assert notes == ("a.weight (64x128) stands for 2 weights of its shape",)
+        result = bench.run(plan.BenchPlan(cases, "nm", settings=SETTINGS, notes=notes), device)
+        assert result.cases[0].weight.endswith("p.safetensors: a.weight")
+        # Given weights may hold anything: their codes and indices are checked exactly as well.
+        assert [check.name for check in result.cases[0].checks] == [
+            "all elements", "exact integers", "every copy gives the same bits", "identity",
+            "same bits after timing",
+        ]  # fmt: skip
+        assert notes[0] in report.table(result)
+
+    def test_given_activations_choose_weights_and_count(self, device, packed_file, tmp_path):
+        np.save(tmp_path / "x.npy", np.ones((5, 256), np.float32))
+        cases, _ = plan.plan_file(
+            str(packed_file), (), activations=str(tmp_path / "x.npy"), workers=1
+        )
+        assert [str(case.shape) for case in cases] == ["128x5x256"]
+        result = bench.run(plan.BenchPlan(cases, "nm", settings=SETTINGS), device)
+        assert result.cases[0].activations.endswith("x.npy")
+
+    def test_too_few_rows_or_another_k_are_refused(self, packed_file, tmp_path):
+        np.save(tmp_path / "x.npy", np.ones((5, 256), np.float32))
+        np.save(tmp_path / "y.npy", np.ones((5, 12), np.float32))
+        with pytest.raises(BadInputError, match="5 rows, not 16"):
+            plan.plan_file(str(packed_file), (16,), activations=str(tmp_path / "x.npy"))
+        with pytest.raises(BadInputError, match="K = 12"):
+            plan.plan_file(str(packed_file), (), activations=str(tmp_path / "y.npy"))
+        with pytest.raises(BadInputError, match="K = 256, not 128"):
+            plan.plan_shapes((Shape(8, 4, 128),), "e4m3", activations=str(tmp_path / "x.npy"))
+
+
+class TestReports:
+    @pytest.fixture
+    def result(self, device, monkeypatch):
+        libraries(monkeypatch, dense=20.0, sparse=(SPARSE_TIMES, {("nm", 2)}, ()))
+        return run(device, (Shape(128, 16, 256), Shape(64, 16, 128)))
+
+    def test_the_table_says_what_and_how(self, result):
+        text = report.table(result)
+        for part in (
+            "128x16x256 e4m3 -> bf16 nm", "kernel kernel_of_choice", "float64 product by cuBLASLt",
+            "dense-equivalent", "Simulated H200", "x1.20 / x1.20", "cuSPARSELt id 1 mn *",
+            "its product is wrong", "sp24 against best cuSPARSELt: burst x1.20 (least x1.20)",
+            "sp24 against default cuSPARSELt: burst x3.00", "random normal, seed 24",
+        ):  # fmt: skip
+            assert part in text, part
+
+    def test_doubts_stand_on_the_row(self, result):
+        case = result.cases[0]
+        figure = replace(case.rows[0].sustained, doubts=("noise 9.0%",), throttle=("sw_power_cap",))
+        rows = (replace(case.rows[0], sustained=figure), *case.rows[1:])
+        text = report.table(replace(result, cases=(replace(case, rows=rows),)))
+        (line,) = [line for line in text.splitlines() if line.startswith("sp24   ")]
+        assert "sustained noise 9.0%" in line
+        assert "throttled: sw_power_cap" in line
+
+    def test_json_is_plain_and_whole(self, result):
+        document = json.loads(json.dumps(result.to_json(), allow_nan=False))
+        assert document["sp24.bench"] == 1
+        assert document["environment"]["fatbin_sha256"]
+        row = document["cases"][0]["rows"][0]
+        assert row["role"]["family"] == "sp24"
+        assert row["burst"]["us"] == pytest.approx(10.0)
+        assert document["settings"]["rounds"] == 2
+
+    def test_csv_has_a_line_for_each_figure(self, result):
+        lines = list(csv.DictReader(io.StringIO(report.comma_separated(result))))
+        assert len(lines) == 2 * sum(len(case.rows) for case in result.cases)
+        assert lines[0]["candidate"] == "sp24"
+        assert float(lines[0]["us"]) == pytest.approx(10.0)
+        assert {line["figure"] for line in lines} == {"burst", "sustained"}
+
+    def test_markdown_tables_are_rectangular(self, result):
+        rows = [line for line in report.markdown(result).splitlines() if line.startswith("|")]
+        assert len({line.count("|") for line in rows}) == 1
+        assert len(rows) == sum(2 + len(case.rows) for case in result.cases)
+
+
+def test_bf16_nan_outputs_compare_by_bits():
+    one = np.array([[0x7FC0, 0x7FC1]], np.uint16).view(ml_dtypes.bfloat16)
+    assert np.array_equal(judge._bits(one), judge._bits(one.copy()))
+    assert not np.array_equal(judge._bits(one), judge._bits(one[:, ::-1].copy()))
+
+
+def test_a_commit_is_read_from_a_checkout_only(tmp_path):
+    assert bench.source_commit(tmp_path) is None
+
+
+def test_given_tokens_are_used(device, tmp_path):
+    x = np.zeros((16, 256), np.float32)
+    x[3, 7] = 2.0
+    np.save(tmp_path / "x.npy", x)
+    (case,) = plan.plan_shapes(
+        (Shape(128, 16, 256),), "e4m3", activations=str(tmp_path / "x.npy"), workers=1
+    )
+    _, tokens = case.load()
+    assert np.count_nonzero(tokens.codes.astype(np.float32)) == 1
+    assert tokens.codes.shape == random_tokens(16, 256, operand_type("e4m3"), 1, 1).codes.shape

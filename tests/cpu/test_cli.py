@@ -1,0 +1,551 @@
+"""The commands as a user meets them: exit codes, streams, tables, JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import sp24cli
+import sp24cli.gpu.device
+from sp24cli.cli import console
+from sp24cli.cli import main as cli_main
+from sp24cli.cli.main import COMMANDS, cli, run
+from sp24cli.errors import NoGpuError
+from tests.cpu.modelfile import load, naive_prune, normal, save
+
+ROOT = Path(sp24cli.__file__).parent.parent
+SP24 = [sys.executable, "-m", "sp24cli.cli"]
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return save(
+        tmp_path / "model.safetensors",
+        {
+            "a.weight": normal(1, (64, 64), "BF16"),
+            "b.weight": normal(2, (20, 36)),
+            "norm.weight": normal(3, (64,)),
+        },
+    )
+
+
+@pytest.fixture
+def packed(model: Path) -> Path:
+    output = model.with_name("packed.safetensors")
+    assert run(["quantize", str(model), "-o", str(output), "--scale", "vector", "--prune"]) == 0
+    return output
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These tests say the same on a machine that has one."""
+
+    def fail(ordinal: int = 0) -> None:
+        raise NoGpuError("no usable GPU: this is a test")
+
+    monkeypatch.setattr(sp24cli.gpu.device.Device, "open", staticmethod(fail))
+
+
+def one_line(text: str) -> str:
+    """The text of stderr, which must be one line of error."""
+    assert text.startswith("sp24: error: ")
+    assert text.count("\n") == 1
+    assert text.endswith("\n")
+    return text
+
+
+def document(capsys: pytest.CaptureFixture[str]) -> Any:
+    """Stdout as the one JSON document that it must be; stderr empty."""
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return json.loads(captured.out)
+
+
+# --- the group -------------------------------------------------------------------------------
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--version"]) == 0
+    assert capsys.readouterr().out == f"sp24 {sp24cli.__version__}\n"
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--help"]) == 0
+    text = capsys.readouterr().out
+    for name in COMMANDS:
+        assert f"\n  {name} " in text
+        command = cli.get_command(None, name)  # type: ignore[arg-type]
+        assert command is not None
+        assert command.help
+        for parameter in command.params:
+            assert parameter.param_type_name == "argument" or parameter.help, parameter
+
+
+def test_version_loads_no_numpy() -> None:
+    code = (
+        "import sys; from sp24cli.cli.main import run; "
+        "run(['--version']); sys.exit('numpy' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["nonsense"],
+        ["prune"],
+        ["prune", "in"],
+        ["prune", "in", "-o"],
+        ["prune", "in", "-o", "out", "--workers", "0"],
+        ["prune", "in", "-o", "out", "--frobnicate"],
+        ["quantize", "in", "-o", "out"],
+        ["quantize", "in", "-o", "out", "--scale", "row"],
+        ["quantize", "in", "-o", "out", "--scale", "tensor", "--block", "8x8"],
+        ["quantize", "in", "-o", "out", "--scale", "block", "--block", "8x6"],
+        ["quantize", "in", "-o", "out", "--scale", "block", "--block", "8"],
+        ["quantize", "in", "-o", "out", "--type", "f16", "--scale", "tensor"],
+        ["quantize", "in", "-o", "out", "--type", "bf16", "--block", "8x8"],
+        ["quantize", "in", "-o", "out", "--type", "int4", "--scale", "tensor"],
+        ["quantize", "in", "-o", "out", "--scale", "tensor", "--overflow", "wrap"],
+        ["quantize", "in", "-o", "out", "--scale", "tensor", "--layout", "sm80"],
+        ["verify"],
+        ["verify", "in", "--device", "tpu"],
+        ["unpack", "in"],
+        ["unpack", "in", "-o", "out", "--codes", "--dtype", "f32"],
+        ["inspect"],
+    ],
+)
+def test_usage_errors_are_one_line_and_exit_2(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "--help'" in one_line(captured.err)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["prune", "FILE", "-o", "OUT"],
+        ["quantize", "FILE", "-o", "OUT", "--scale", "tensor", "--prune"],
+        ["verify", "FILE"],
+        ["inspect", "FILE"],
+        ["unpack", "FILE", "-o", "OUT"],
+    ],
+)
+@pytest.mark.parametrize("kind", ["missing", "folder", "empty", "text", "cut"])
+def test_files_that_cannot_be_read_exit_4(
+    arguments: list[str],
+    kind: str,
+    tmp_path: Path,
+    model: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = tmp_path / "file"
+    if kind == "folder":
+        file.mkdir()
+    elif kind != "missing":
+        content = {"empty": b"", "text": b"# not a model\n" * 9, "cut": model.read_bytes()[:-1]}
+        file.write_bytes(content[kind])
+    named = [{"FILE": str(file), "OUT": str(tmp_path / "out")}.get(a, a) for a in arguments]
+    assert run(named) == 4
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert str(file) in one_line(captured.err)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_interrupt_exits_130(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sp24cli.cli.inspect.inspect_file", interrupt)
+    assert run(["inspect", str(model)]) == 130
+    assert one_line(capsys.readouterr().err) == "sp24: error: interrupted\n"
+
+
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        (PermissionError(13, "Permission denied", "/x/y"), "/x/y: Permission denied"),
+        (OSError("odd"), "odd"),
+        (MemoryError(), "out of memory"),
+    ],
+)
+def test_other_failures_of_the_system_exit_1(
+    model: Path,
+    fault: BaseException,
+    text: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise fault
+
+    monkeypatch.setattr("sp24cli.cli.inspect.inspect_file", fail)
+    assert run(["inspect", str(model)]) == 1
+    assert one_line(capsys.readouterr().err) == f"sp24: error: {text}\n"
+
+
+def test_an_interrupted_run_leaves_nothing_behind(tmp_path: Path) -> None:
+    """SIGINT while the output is being written: exit 130, no output, no temporary file."""
+    weight = np.tile(normal(1, (64, 8192), "BF16"), (64, 1))
+    source = save(tmp_path / "in", {"a.weight": weight})
+    process = subprocess.Popen(
+        [
+            *SP24,
+            "quantize",
+            str(source),
+            "-o",
+            str(tmp_path / "out"),
+            "--scale",
+            "vector",
+            "--prune",
+        ],
+        env=ENVIRONMENT,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while len(list(tmp_path.iterdir())) < 2:
+        assert process.poll() is None, "finished before it could be interrupted"
+        time.sleep(0.001)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert errors == "sp24: error: interrupted\n"
+    assert list(tmp_path.iterdir()) == [source]
+
+
+def test_a_reader_that_leaves_is_no_error_message(tmp_path: Path) -> None:
+    tensors = {f"layer.{i}.weight": np.zeros((1, 4), np.float32) for i in range(5000)}
+    source = save(tmp_path / "in", tensors)
+    process = subprocess.Popen(
+        [*SP24, "inspect", str(source)],
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.read(100)
+    process.stdout.close()
+    errors = process.stderr.read()
+    process.stderr.close()
+    assert process.wait(timeout=30) == 1
+    assert errors == b""
+
+
+@pytest.mark.parametrize("name", ["été-模型.safetensors", "with space.safetensors", "-dash"])
+@pytest.mark.parametrize("encoding", ["utf-8", "latin-1"])
+def test_paths_and_names_beyond_ascii(tmp_path: Path, name: str, encoding: str) -> None:
+    tensor = "слой.0.weight"
+    save(tmp_path / name, {tensor: normal(1, (8, 8))})
+    environment = ENVIRONMENT | {"PYTHONIOENCODING": encoding, "PYTHONUTF8": "1"}
+
+    def sp24(*arguments: str) -> str:
+        done = subprocess.run(
+            [*SP24, *arguments], cwd=tmp_path, env=environment, capture_output=True, check=True
+        )
+        assert done.stderr == b""
+        return done.stdout.decode(encoding)
+
+    text = sp24("prune", "-o", "out-é", "--", name)
+    assert (tensor if encoding == "utf-8" else "\\u0441") in text
+    assert tensor in load(tmp_path / "out-é")[0]
+    assert json.loads(sp24("inspect", "out-é", "--json"))["tensors"][0]["name"] == tensor
+
+
+def test_a_name_that_would_break_the_line_is_escaped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "a\nb\x1b[31m.weight"
+    bad = np.array([[np.nan, 0, 0, 0]], np.float32)
+    source = save(tmp_path / "in", {name: bad})
+    assert run(["inspect", str(source)]) == 0
+    assert r"a\nb\x1b[31m.weight" in capsys.readouterr().out
+    assert run(["prune", str(source), "-o", str(tmp_path / "out")]) == 4
+    assert r"a\nb\x1b[31m.weight" in one_line(capsys.readouterr().err)
+
+
+# --- prune -----------------------------------------------------------------------------------
+
+
+def test_prune_prints_a_table(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = model.with_name("out")
+    assert run(["prune", str(model), "-o", str(output)]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    lines = captured.out.splitlines()
+    assert lines[0].split() == ["tensor", "dtype", "shape", "kept", "energy"]
+    assert lines[1].split()[:3] == ["a.weight", "BF16", "64x64"]
+    wide = load(model)[0]["a.weight"].astype(np.float64)
+    share = np.square(naive_prune(wide)).sum() / np.square(wide).sum()
+    assert lines[1].split()[3] == f"{100 * share:.2f}"
+    assert any(line.split() == ["norm.weight", "1-D"] for line in lines)
+    assert lines[-2].startswith("pruned 2 of 3 tensors, kept energy ")
+    assert lines[-1].startswith(f"wrote {output} (")
+    assert np.array_equal(load(output)[0]["b.weight"], naive_prune(load(model)[0]["b.weight"]))
+
+
+def test_prune_json(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["prune", str(model), "--dry-run", "--json", "--exclude", "b.*"]) == 0
+    report = document(capsys)
+    assert report["output"] is None
+    assert [t["name"] for t in report["tensors"]] == ["a.weight"]
+    assert {s["name"]: s["reason"] for s in report["skipped"]} == {
+        "b.weight": "excluded by 'b.*'",
+        "norm.weight": "1-D",
+    }
+    assert 0.8 < report["kept_energy"] < 1
+
+
+def test_nothing_selected_is_remarked_on_stderr_unless_quiet(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["prune", str(model), "--dry-run", "--include", "nothing"]
+    assert run(arguments) == 0
+    assert "no tensor was selected" in capsys.readouterr().err
+    assert run([*arguments, "-q"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_nan_exits_4_with_its_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    weight = normal(1, (8, 8))
+    weight[5, 6] = np.nan
+    source = save(tmp_path / "in", {"a.weight": weight})
+    for command in (["prune"], ["quantize", "--scale", "tensor", "--prune"]):
+        assert run([*command, str(source), "-o", str(tmp_path / "out")]) == 4
+        text = one_line(capsys.readouterr().err)
+        assert f"{source}: tensor 'a.weight': nan at row 5, column 6" in text
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("command", [["prune"], ["quantize", "--scale", "block", "--prune"]])
+def test_output_rules(command: list[str], model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = model.read_bytes()
+    output = model.with_name("out")
+    assert run([*command, str(model), "-o", str(model), "--force"]) == 1
+    assert "is the input" in one_line(capsys.readouterr().err)
+    assert model.read_bytes() == before
+    output.write_text("precious")
+    assert run([*command, str(model), "-o", str(output)]) == 1
+    assert "exists" in one_line(capsys.readouterr().err)
+    assert output.read_text() == "precious"
+    assert run([*command, str(model), "-o", str(output), "--force"]) == 0
+    capsys.readouterr()
+    assert run([*command, str(model), "-o", str(model.with_name("no") / "out")]) == 1
+    assert "does not exist" in one_line(capsys.readouterr().err)
+
+
+def test_a_folder_that_may_not_be_written(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the system would answer; root, who often runs tests, may write to any folder."""
+    system_open = os.open
+
+    def refuse(path: str, flags: int, *rest: int) -> int:
+        if flags & os.O_CREAT:
+            raise PermissionError(13, "Permission denied", path)
+        return system_open(path, flags, *rest)
+
+    monkeypatch.setattr(os, "open", refuse)
+    assert run(["prune", str(model), "-o", str(model.with_name("out"))]) == 1
+    assert "Permission denied" in one_line(capsys.readouterr().err)
+
+
+def test_the_mode_of_the_output_follows_the_umask(model: Path) -> None:
+    old = os.umask(0o027)
+    try:
+        assert run(["prune", str(model), "-o", str(model.with_name("out"))]) == 0
+    finally:
+        os.umask(old)
+    assert stat.S_IMODE(model.with_name("out").stat().st_mode) == 0o640
+
+
+# --- quantize --------------------------------------------------------------------------------
+
+
+def test_quantize_prints_a_table(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = model.with_name("out")
+    arguments = ["--scale", "block", "--prune", "--layout", "sm90"]
+    assert run(["quantize", str(model), "-o", str(output), *arguments]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    lines = captured.out.splitlines()
+    assert lines[0].split() == [
+        "tensor", "dtype", "shape", "SNR", "dB", "clipped", "underflow", "kept", "energy",
+    ]  # fmt: skip
+    assert lines[1].split()[0] == "a.weight"
+    assert lines[-2] == "packed 2 of 3 tensors as e4m3, scale by block 128x128, layout sm90"
+    assert "a.weight_blocks" in load(output)[0]
+
+
+def test_a_weight_that_is_not_sparse_exits_4(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = model.with_name("out")
+    assert run(["quantize", str(model), "-o", str(output), "--scale", "tensor"]) == 4
+    text = one_line(capsys.readouterr().err)
+    assert f"{model}: tensor 'a.weight'" in text
+    assert "row 0, group 0" in text
+    assert not output.exists()
+
+
+def test_quantize_json(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = model.with_name("out")
+    assert (
+        run(["quantize", str(model), "-o", str(output), "--type", "f16", "--prune", "--json"]) == 0
+    )
+    report = document(capsys)
+    assert (report["type"], report["scale"], report["layout"]) == ("f16", "none", "row")
+    assert report["tensors"][0]["snr_db"] is None  # a bf16 weight in f16: exact
+    assert report["output_bytes"] == output.stat().st_size
+    assert report["source_bytes"] == model.stat().st_size
+
+
+# --- verify ----------------------------------------------------------------------------------
+
+
+def test_verify_says_how_it_was_done(
+    model: Path, packed: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    assert run(["verify", str(packed), "--against", str(model)]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    assert "numerics ran on the CPU: no usable GPU: this is a test" in captured.out
+    assert "2 of 2 packed tensors are right" in captured.out
+    assert "1 tensors passed through, all the same" in captured.out
+    assert run(["verify", str(packed), "--device", "cpu"]) == 0
+    assert "numerics ran on the CPU\n" in capsys.readouterr().out
+
+
+def test_verify_exits_3_with_the_first_wrong_place(
+    model: Path, packed: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tensors, metadata = load(packed)
+    values = tensors["b.weight_values"].copy()
+    values.view(np.uint8)[11, 4] ^= 1
+    save(packed, tensors | {"b.weight_values": values}, metadata)
+    capsys.readouterr()
+    assert run(["verify", str(packed), "--against", str(model)]) == 3
+    captured = capsys.readouterr()
+    assert "1 of 2 packed tensors are right" in captured.out
+    assert "WRONG" in captured.out
+    assert f"{packed}: b.weight: agreement: code at row 11, column " in one_line(captured.err)
+
+    assert run(["verify", str(packed), "--against", str(model), "--json"]) == 3
+    captured = capsys.readouterr()
+    report = json.loads(captured.out)
+    assert report["passed"] is False
+    assert [t["passed"] for t in report["tensors"]] == [True, False]
+    assert one_line(captured.err).strip().endswith(report["failure"])
+
+
+def test_verify_on_cuda_without_a_gpu_exits_5(
+    packed: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    assert run(["verify", str(packed), "--device", "cuda"]) == 5
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert one_line(captured.err) == "sp24: error: no usable GPU: this is a test\n"
+
+
+def test_verify_json(model: Path, packed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert run(["verify", str(packed), "--against", str(model), "--json"]) == 0
+    report = document(capsys)
+    assert report["passed"] is True
+    assert report["device"] == "cpu"
+    for tensor in report["tensors"]:
+        assert tensor["agreement"]["fault"] is None
+        for check in tensor["numerics"]["checks"]:
+            assert check["passed"]
+            assert check["max_error"] <= check["bound"]
+
+
+# --- bench -----------------------------------------------------------------------------------
+
+
+def test_bench_without_a_gpu_exits_5(packed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("sp24cli.cli.bench")
+    capsys.readouterr()
+    assert run(["bench", str(packed)]) == 5
+    assert "no usable GPU" in one_line(capsys.readouterr().err)
+
+
+# --- unpack and inspect ----------------------------------------------------------------------
+
+
+def test_unpack(packed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = packed.with_name("dense")
+    capsys.readouterr()
+    assert run(["unpack", str(packed), "-o", str(output)]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    assert "unpacked 2 tensors, copied 1 as they are" in captured.out
+    assert load(output)[0]["a.weight"].dtype == "bfloat16"
+    assert run(["unpack", str(packed), "-o", str(output), "--force", "--codes", "--json"]) == 0
+    report = document(capsys)
+    assert [t["dtype"] for t in report["tensors"]] == ["F8_E4M3", "F8_E4M3"]
+
+
+def test_inspect(model: Path, packed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert run(["inspect", str(model)]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    assert "3 plain tensors, 0 of them 2:4" in captured.out
+    assert run(["inspect", str(packed)]) == 0
+    text = capsys.readouterr().out
+    assert "2 packed, 1 plain tensors" in text
+    assert run(["inspect", str(packed), "--json"]) == 0
+    report = document(capsys)
+    assert [p["scale_shape"] for p in report["packed"]] == [[64, 1], [20, 1]]
+
+
+# --- the console -----------------------------------------------------------------------------
+
+
+def test_bars_appear_on_a_terminal_only(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert run(["prune", str(model), "--dry-run"]) == 0
+    assert "prune" in capsys.readouterr().err
+    assert run(["prune", str(model), "--dry-run", "-q"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1.0 kB"),
+        (90_868_376, "90.9 MB"),
+        (5 * 10**12, "5000.0 GB"),
+    ],
+)
+def test_sizes(count: int, text: str) -> None:
+    assert console.size(count) == text
+
+
+def test_every_listed_command_exists() -> None:
+    assert cli_main.cli.list_commands(None) == list(COMMANDS)  # type: ignore[arg-type]

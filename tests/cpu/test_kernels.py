@@ -1,0 +1,125 @@
+"""The committed fatbins are those that the sources make, and their machine code keeps the rules."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from sp24cli.errors import Sp24Error
+from sp24cli.gpu.select import candidates, cta_tiles, select
+from sp24cli.kernels import manifest
+from sp24cli.optypes import OPERAND_TYPES
+
+ROOT = Path(__file__).parents[2]
+LOADED = manifest.load()
+
+
+@pytest.fixture(scope="module")
+def check() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("check_kernels", ROOT / "cuda" / "check.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_fatbins_match_their_sources_and_keep_the_rules() -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / "cuda" / "check.py"], capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{len(LOADED.entries) + len(LOADED.pack_entries)} kernels" in done.stdout
+
+
+def test_a_changed_source_changes_the_hash(tmp_path: Path) -> None:
+    (tmp_path / "a.cu").write_text("one")
+    first = manifest.source_hash(manifest.source_files(tmp_path))
+    (tmp_path / "a.cu").write_text("two")
+    second = manifest.source_hash(manifest.source_files(tmp_path))
+    (tmp_path / "b.cuh").write_text("")
+    (tmp_path / "notes.md").write_text("not a source")
+    third = manifest.source_hash(manifest.source_files(tmp_path))
+    assert len({first, second, third}) == 3
+
+
+def test_every_type_output_and_order_has_kernels_of_every_width() -> None:
+    for optype in OPERAND_TYPES.values():
+        for out in ("bf16", "f16", "f32"):
+            for order in ("nm", "mn"):
+                found = candidates(optype.name, out, order)
+                assert sorted(e.tile_n for e in found) == [16, 64, 128, 256]
+                for e in found:
+                    assert e.tile_k == optype.block_k
+                    assert e.block_bytes == optype.block_bytes
+                    assert e.local_bytes == 0
+    with pytest.raises(Sp24Error, match="no kernel multiplies e4m3 into s8 nm"):
+        candidates("e4m3", "s8", "nm")
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "tile_n"),
+    [(4096, 8192, 256), (14336, 256, 256), (8192, 128, 64), (28672, 64, 64), (28672, 1, 16)],
+)
+def test_select_takes_what_was_fastest(m: int, n: int, tile_n: int) -> None:
+    assert select("e4m3", "bf16", "nm", m, n, 132).tile_n == tile_n
+
+
+def test_cta_tiles_count_whole_clusters() -> None:
+    entry = next(e for e in LOADED.entries if e.cluster == 2 and e.tile_n == 256)
+    assert cta_tiles(entry, 1, 1) == 2
+    assert cta_tiles(entry, 257, 257) == 8
+
+
+def listing(check: ModuleType, *lines: str) -> list[str]:
+    """The faults of a made-up kernel of these instructions, sixteen bytes each."""
+    code = []
+    for i, line in enumerate(lines):
+        predicate, _, rest = line.partition(" ") if line.startswith("@") else ("", "", line)
+        opcode, _, operands = rest.partition(" ")
+        code.append(check.Instruction(16 * i, predicate, opcode, operands))
+    faults: list[str] = check.check_machine_code("k", code)
+    return faults
+
+
+GMMA = "QGMMA.SP.64x256x64.F32.E4M3.E4M3 R24, gdesc[UR20], R24, {}, gsb0"
+
+
+def test_metadata_written_while_its_wgmma_runs_is_found(check: ModuleType) -> None:
+    wait = "WARPGROUP.DEPBAR.LE gsb0, {}"
+    rolled = [
+        "LDS.64 R156, [R5]",
+        GMMA.format("R157"),
+        wait.format("0x1"),
+        "@!P0 BRA 0x0",
+        "EXIT",
+    ]
+    assert len(listing(check, *rolled)) == 1  # the group before is waited for, not this one
+    assert "R157" in listing(check, *rolled)[0]
+    drained = [line.replace("0x1", "0x0") for line in rolled]
+    assert not listing(check, *drained)
+    alternating = [
+        "LDS R156, [R5]",
+        GMMA.format("R156"),
+        wait.format("0x1"),
+        "LDS R157, [R5]",
+        GMMA.format("R157"),
+        wait.format("0x1"),
+        "@!P0 BRA 0x0",
+        "EXIT",
+    ]
+    assert not listing(check, *alternating)
+
+
+def test_local_memory_and_fences_in_the_loop_over_k_are_found(check: ModuleType) -> None:
+    loop = ["MEMBAR.ALL.GPU", "@!P0 BRA 0x0", "EXIT"]
+    assert listing(check, *loop) == ["k: MEMBAR.ALL.GPU in the loop over K at 0x0"]
+    assert not listing(check, "MEMBAR.ALL.GPU", "EXIT")
+    tiles = ["MEMBAR.ALL.GPU", "WARPGROUP.DEPBAR.LE gsb0, 0x0", "@!P0 BRA 0x0", "EXIT"]
+    assert not listing(check, *tiles)
+    assert listing(check, "STL [R1], R2", "EXIT") == ["k: local memory at 0x0 (STL)"]

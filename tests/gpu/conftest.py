@@ -1,0 +1,25 @@
+"""A GPU for the tests that need one: they skip with the reason, or fail if one is required."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from sp24cli.errors import NoGpuError
+from sp24cli.gpu.device import Device
+
+
+@pytest.fixture(scope="session")
+def device() -> Device:
+    try:
+        return Device.open()
+    except NoGpuError as error:
+        if os.environ.get("SP24_REQUIRE_GPU") == "1":
+            pytest.fail(str(error))
+        pytest.skip(str(error))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        item.add_marker(pytest.mark.gpu)

@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# Every kernel on a small and on a ragged shape, K long enough for the ring to go round, under
+# compute-sanitizer. Racecheck runs its own build: see kArrivingLanes in cuda/include/sp24/config.cuh.
+#   tests/gpu/sanitize.sh PYTHON [memcheck|racecheck ...]
+set -euo pipefail
+python=$1
+shift
+[ $# -gt 0 ] || set -- memcheck racecheck
+for tool in "$@"; do
+  echo "== $tool"
+  kernels=sp24cli/kernels
+  if [ "$tool" = racecheck ]; then
+    kernels=build/racecheck
+    "$python" cuda/build.py --racecheck --output "$kernels"
+  fi
+  SP24_KERNELS=$kernels SP24_REQUIRE_GPU=1 compute-sanitizer --tool "$tool" --error-exitcode 99 \
+    --target-processes all "$python" -m pytest tests/gpu/test_gemm.py tests/gpu/test_pack.py -q \
+    -p no:cacheprovider -k "(small_integers and (192x256x1280 or 65x300x1412)) or image"
+done
