@@ -137,12 +137,15 @@ class Device:
 
     @classmethod
     def open(cls, ordinal: int = 0) -> Device:
-        """The GPU of that number; `NoGpuError` in one line if there is none that fits."""
+        """The GPU of that number, opened once; `NoGpuError` in one line if there is none that fits."""
+        if ordinal in _opened:
+            return _opened[ordinal]
         cu = api()
         count = int(check(cu.cuDeviceGetCount()))
         if ordinal >= count:
             raise NoGpuError(f"no usable GPU: number {ordinal} of {count} does not exist")
-        return cls(ordinal)
+        _opened[ordinal] = cls(ordinal)
+        return _opened[ordinal]
 
     def alloc(self, nbytes: int) -> Buffer:
         return Buffer(nbytes)
@@ -272,3 +275,7 @@ class Device:
             early.value.programmaticStreamSerializationAllowed = 1
             config.attrs, config.numAttrs = [early], 1
         check(cu.cuLaunchKernelEx(config, kernel.handle, pointers.ctypes.data, 0))
+
+
+#: Open devices by number: kernels are loaded once a process.
+_opened: dict[int, Device] = {}

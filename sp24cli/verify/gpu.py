@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import numpy as np
 
 from sp24cli.bits import Array, widen
@@ -24,11 +22,6 @@ TOKENS = 333
 _IDENTITY = 1024
 
 
-@cache
-def _device() -> Device:
-    return Device.open()
-
-
 def verify_matrix(packed: PackedMatrix, seed: int) -> NumericsResult:
     """Check all of ``packed`` by every kernel that multiplies its type.
 
@@ -40,7 +33,7 @@ def verify_matrix(packed: PackedMatrix, seed: int) -> NumericsResult:
     Raises:
         Sp24Error: the GPU fails, or the scale kind is one that the kernels do not apply.
     """
-    device = _device()
+    device = Device.open()
     weight = SparseWeight.upload(device, packed)
     checks = [_identity(device, weight, packed), *_products(device, weight, packed, seed)]
     return NumericsResult(device.name, tuple(checks))

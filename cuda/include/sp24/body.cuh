@@ -40,8 +40,8 @@ constexpr int kPrefetchBoxes = 2;
 // - A and metadata are written by this CTA alone. Its consumers' arrivals release and the wait here
 //   acquires, which orders their metadata loads before the copy; A they read by wgmma, which is over.
 // - B is also written for the other CTAs of the cluster, and there read by wgmma alone. A wgmma that
-//   has been waited for has read its operands, so there is nothing left to order: those CTAs' arrivals
-//   are relaxed. (A release at cluster scope would be a MEMBAR.ALL.GPU in the loop.)
+//   has been waited for has read its operands, so nothing is left to order: the arrivals at other
+//   CTAs are relaxed. (A release at cluster scope would be a MEMBAR.ALL.GPU in the loop.)
 // The bytes are published by the copies' complete_tx on full[stage], which consumers acquire.
 template <class Config>
 __device__ __forceinline__ void produce(const CUtensorMap* map_b, const GemmArgs& args,
@@ -133,6 +133,8 @@ __device__ __forceinline__ void consume(const GemmArgs& args, uint32_t shared, u
 
   // Waits for the stage and starts its two steps. Step 1 lies 32 bytes further in a row of A and 64
   // bytes further in a row of B: inside the swizzle span, where the hardware swizzles the sum.
+  // The tensor core reads the metadata registers while the wgmmas run, which ptxas does not know: that
+  // they are not written before the wait is proven on the machine code, by check.py.
   const auto multiply = [&](uint32_t accumulate) {
     ptx::mbarrier_wait(shared + offsetof(Shared, full) + ring.stage * 8, ring.parity);
     const typename Operand::Meta meta = ptx::load_shared<typename Operand::Meta>(
@@ -216,13 +218,12 @@ __device__ __forceinline__ void gemm(const CUtensorMap& map_b, const GemmArgs& a
   ptx::launch_dependents();
 
   if (warp >= 4 * Config::kConsumers) {
-    if constexpr (Config::kSharesRegisters)
-      ptx::set_registers_down<Config::kProducerRegisters>();
+    ptx::set_registers_down<Config::kProducerRegisters>();
     if (warp == 4 * Config::kConsumers && ptx::elect_one())
       produce<Config>(&map_b, args, shared, cta_rank);
     __syncwarp();
   } else {
-    if constexpr (Config::kSharesRegisters) ptx::set_registers_up<Config::kConsumerRegisters>();
+    ptx::set_registers_up<Config::kConsumerRegisters>();
     consume<Config>(args, shared, cta_rank, warp / 4);
   }
   // A CTA's shared memory must outlive the copies and arrivals that its cluster sends to it.

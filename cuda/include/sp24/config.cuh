@@ -35,9 +35,7 @@ struct GemmConfig {
   static constexpr int kTileM = kConsumers * kBlockRows;
   static constexpr int kTileK = kRowBytesB / Operand::kItemBytes;  // logical K of a stage
   static constexpr int kThreads = (kConsumers + 1) * 128;          // the last warpgroup produces
-  // Registers a thread once the roles are known: the 64K of an SM, shared out again. With one
-  // consumer every thread has enough from the start.
-  static constexpr bool kSharesRegisters = kConsumers > 1;
+  // Registers a thread once the roles are known: the 64K of an SM, shared out again.
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
   static constexpr int kBlockBytes = kBlockValueBytes + Operand::kMetaBytes;
   // Whether a finished tile is stored while the next is multiplied: its rounded half fits beside
@@ -47,7 +45,7 @@ struct GemmConfig {
   static constexpr int kReleases = 4 * kConsumers * (kArrivingLanes + kCluster - 1);
   static constexpr int kBoxRowsB = kTileN / kCluster;  // rows of B that one CTA fetches
 
-  static_assert(kConsumers <= 2, "232 registers a consumer thread and 40 a producer's fill the SM");
+  static_assert(kConsumers == 2, "232 registers a consumer thread and 40 a producer's fill the SM");
   static_assert(kTileN % 16 == 0 && kTileN <= 256, "an epilogue chunk is 16 columns wide");
   static_assert(kCluster == 1 || kBoxRowsB % 8 == 0, "a share of B is whole swizzle atoms");
   static_assert(kBlockBytes % 512 == 0, "a 64-byte swizzle atom is 512 bytes");
