@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any
 
 import numpy.typing as npt
@@ -24,6 +23,7 @@ from sp24cli.checkpoint.header import (
     quote,
 )
 from sp24cli.checkpoint.reader import SafetensorsFile
+from sp24cli.closing import Closing
 from sp24cli.errors import BadInputError
 from sp24cli.packed import PackedMatrix, PackInfo
 
@@ -63,7 +63,7 @@ def is_packed(metadata: Mapping[str, str]) -> bool:
     return VERSION_KEY in metadata or TENSORS_KEY in metadata
 
 
-class PackedFile:
+class PackedFile(Closing):
     """An open packed file.
 
     Attributes:
@@ -92,17 +92,6 @@ class PackedFile:
             entry for entry in self.file.header.entries if entry.name not in taken
         )
         self.metadata: dict[str, str] = user_metadata(self.file.metadata)
-
-    def __enter__(self) -> PackedFile:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Let go of the file; arrays that are still alive stay valid."""

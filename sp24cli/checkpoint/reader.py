@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -12,10 +11,11 @@ import numpy.typing as npt
 
 from sp24cli.checkpoint import header
 from sp24cli.checkpoint.header import DTYPES, Header, PathLike, TensorEntry
+from sp24cli.closing import Closing
 from sp24cli.errors import BadInputError
 
 
-class SafetensorsFile:
+class SafetensorsFile(Closing):
     """An open safetensors file.
 
     Arrays are views of the map: they cost no memory beyond the pages touched, which
@@ -37,17 +37,6 @@ class SafetensorsFile:
                 raise BadInputError(f"{self._where}: cannot be mapped: {error}") from error
         if len(self._map) < self.header.file_bytes:
             raise BadInputError(f"{self._where}: shrank while it was opened")
-
-    def __enter__(self) -> SafetensorsFile:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Let go of the map; views that are still alive keep it until they go."""

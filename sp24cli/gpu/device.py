@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from sp24cli.closing import Closing
 from sp24cli.errors import NoGpuError, Sp24Error
 from sp24cli.gpu.driver import api, check
 from sp24cli.kernels import manifest
@@ -18,7 +18,7 @@ from sp24cli.kernels import manifest
 MIN_DRIVER = 13000
 
 
-class Buffer:
+class Buffer(Closing):
     """Device memory of ``nbytes`` bytes at ``ptr``; freed with the object or by `free`."""
 
     def __init__(self, nbytes: int) -> None:
@@ -30,21 +30,12 @@ class Buffer:
             api().cuMemFree(self.ptr)
             self.ptr = 0
 
+    close = free
+
     def __del__(self) -> None:
         # __init__ may have failed before there was anything to free.
         if getattr(self, "ptr", 0):
             self.free()
-
-    def __enter__(self) -> Buffer:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.free()
 
 
 class Event:
@@ -137,7 +128,7 @@ class Device:
 
     @classmethod
     def open(cls, ordinal: int = 0) -> Device:
-        """The GPU of that number, opened once; `NoGpuError` in one line if there is none that fits."""
+        """The GPU of that number, opened once; `NoGpuError` in one line if none fits."""
         if ordinal in _opened:
             return _opened[ordinal]
         cu = api()

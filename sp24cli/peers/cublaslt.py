@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import POINTER, byref, c_int, c_int32, c_int64, c_size_t, c_uint64, c_void_p
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from sp24cli.closing import Closing
 from sp24cli.peers.library import (
     CUDA_DATA_TYPES,
     LibrarySource,
@@ -101,7 +101,7 @@ _SIGNATURES: dict[str, list[Any]] = {
 }
 
 
-class CublasLt:
+class CublasLt(Closing):
     """The opened library. `load` needs no GPU; `open` does."""
 
     name = SOURCE.name
@@ -145,17 +145,6 @@ class CublasLt:
         if self._handle:
             self._call("cublasLtDestroy", self._handle)
             self._handle = c_void_p()
-
-    def __enter__(self) -> CublasLt:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def plan(self, problem: PeerProblem) -> DensePlan:
         """The heuristics' first algorithm for this problem; `PeerError` when there is none."""

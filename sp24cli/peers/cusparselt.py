@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import POINTER, byref, c_int, c_int32, c_int64, c_size_t, c_uint32, c_void_p
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from sp24cli.closing import Closing
 from sp24cli.peers.library import (
     CUDA_DATA_TYPES,
     LibrarySource,
@@ -124,7 +124,7 @@ class _Opaque:
         self.address = (ctypes.addressof(self._room) + 63) & ~63
 
 
-class CusparseLt:
+class CusparseLt(Closing):
     """The opened library. `load` needs no GPU; `open` does."""
 
     name = SOURCE.name
@@ -173,17 +173,6 @@ class CusparseLt:
         if self._device is not None:
             self._device = None
             self._call("cusparseLtDestroy", self._handle.address)
-
-    def __enter__(self) -> CusparseLt:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def plan(self, problem: PeerProblem, algorithm: int | None = None) -> SparsePlan:
         """A plan by algorithm id, or the library's default; `PeerError` if it refuses."""

@@ -16,7 +16,7 @@ PACKAGE = Path(sp24cli.__file__).parent
 
 #: A module imports from earlier lines only, or from its own package.
 LAYERS = (
-    ("errors",),
+    ("errors", "closing"),
     ("optypes",),
     ("bits", "rowblocks"),
     ("sparsity", "metadata", "fp8"),

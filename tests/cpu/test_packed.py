@@ -325,6 +325,21 @@ def test_row_blocks_can_be_packed_one_by_one(
         assert getattr(merged, field.name) == want
 
 
+@every_case
+@pytest.mark.parametrize("layout", ["row", "sm90"])
+def test_many_tiles_in_one_go(optype: OperandType, spec: ScaleSpec, layout: Any) -> None:
+    # Several tiles of rows and of columns in one call, against single rows of blocks.
+    dense = weights(1300, 2092)
+    want, _ = pack(dense, optype, spec, layout=layout)
+    got = PackedMatrix.empty(want.info, want.scale)
+    pack_rows(dense, got)
+    assert parts_of(got) == parts_of(want)
+    again = PackedMatrix.empty(want.info, want.scale)
+    for r in row_slices(1300, want.row_step):
+        pack_rows(dense[r], again.rows(r))
+    assert parts_of(again) == parts_of(want)
+
+
 def test_rows_must_start_at_a_step() -> None:
     packed, _ = pack(weights(200, 40), E4M3, BLOCK)
     for rows in (slice(64, 200), slice(0, 64)):
@@ -546,6 +561,26 @@ def test_structure_of_contents(layout: Any) -> None:
         found = fault(scale=scale)
         assert found is not None
         assert found.endswith("at [8, 0] is not positive, normal and finite")
+
+
+@pytest.mark.parametrize("layout", ["row", "sm90"])
+def test_structure_names_rows_far_down(layout: Any) -> None:
+    clean, _ = pack(weights(1001, 2000), E4M3, VECTOR)
+    meta, values = clean.meta.copy(), clean.values.copy()
+    meta[999, 3] = 0x45
+    values.view(np.uint8)[998, 7] = 0x7F
+
+    def fault(**changes: np.ndarray) -> str | None:
+        return check_structure(dataclasses.replace(clean, **changes).to_layout(layout))
+
+    assert fault(meta=meta) == "metadata at row 999, group 6 is no ascending pair"
+    assert fault(values=values) == "value at row 998, kept column 7 is not finite"
+    image = clean.to_layout("sm90")
+    blocks = image.blocks.copy()
+    blocks[15, 0, 63 * 64] = 1
+    bad = check_structure(dataclasses.replace(image, blocks=blocks))
+    assert bad is not None
+    assert bad.startswith("padding at row 1023, group ")
 
 
 def test_structure_allows_nan_where_the_mode_makes_it() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from sp24cli.bits import NUMBER_TYPES, NumberType
 from sp24cli.errors import BadInputError
-from sp24cli.rowblocks import row_slices
+from sp24cli.rowblocks import row_slices, tiles
 from sp24cli.scaling import (
     ScaleSpec,
     amax,
@@ -112,10 +112,13 @@ def test_amax_of_int8_reaches_128() -> None:
 
 @every_spec
 def test_amax_over_many_tiles_and_of_strided_input(spec: ScaleSpec) -> None:
-    dense = random_weights(NUMBER_TYPES["BF16"], 9, (1 << 14) + 300)
+    # Tiles end at row 32 and column 1 << 14, within blocks of 3 x 20.
+    dense = random_weights(NUMBER_TYPES["BF16"], 70, (1 << 14) + 300)
+    assert (slice(32, 64), slice(0, 1 << 14)) in tiles(*dense.shape)
     found = amax(dense, spec)
+    magnitude = np.abs(dense.astype(np.float32))
     for place, covered in blocks_of(spec, *dense.shape).items():
-        assert found[place] == np.abs(dense[covered].astype(np.float32)).max()
+        assert found[place] == magnitude[covered].max()
     np.testing.assert_array_equal(amax(np.asfortranarray(dense), spec), found)
 
 

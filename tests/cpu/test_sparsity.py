@@ -14,6 +14,7 @@ import pytest
 
 from sp24cli.bits import NUMBER_TYPES, NumberType
 from sp24cli.errors import BadInputError
+from sp24cli.rowblocks import tiles
 from sp24cli.sparsity import (
     find_nonfinite,
     find_violation,
@@ -127,6 +128,22 @@ def test_prune_is_the_same_for_any_number_of_workers(kind: NumberType, workers: 
 def test_prune_over_several_column_tiles() -> None:
     dense = finite_values(NUMBER_TYPES["BF16"], (9, WIDE))
     assert_same_bits(prune_24(dense), pruned_by_sorting(dense))
+
+
+def test_many_tiles_give_what_single_rows_give() -> None:
+    dense = finite_values(NUMBER_TYPES["BF16"], (100, WIDE))
+    assert len(list(tiles(100, WIDE))) > 4
+    pruned = prune_24(dense)
+    pairs = keep_indices(pruned)
+    for row in range(100):
+        alone = prune_24(dense[row : row + 1])
+        assert_same_bits(pruned[row : row + 1], alone)
+        for got, want in zip(pairs, keep_indices(alone), strict=True):
+            assert_same_bits(got[row : row + 1], want)
+    pruned[99, :3] = 1
+    assert find_violation(pruned) == (99, 0)
+    pruned[98, WIDE - 1] = np.inf
+    assert find_nonfinite(pruned) == (98, WIDE - 1)
 
 
 def misaligned(dense: np.ndarray) -> np.ndarray:
