@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sp24cli.checkpoint.packedfile import PackedFile
-from sp24cli.errors import BadInputError
+from sp24cli.errors import BadInputError, Sp24Error
 from sp24cli.packed import PackedMatrix
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def unpack(packed: PackedMatrix, dtype: str = "f32") -> npt.NDArray[Any]:
     """
     if dtype not in _DTYPES:
         raise BadInputError(f"unknown dtype {dtype!r} (known: {', '.join(_DTYPES)})")
-    return packed.dequantize(_DTYPES[dtype])
+    return packed.original_order(packed.dequantize(_DTYPES[dtype]))
 
 
 def upload(packed: PackedMatrix, device: int = 0) -> SparseWeight:
@@ -61,8 +61,11 @@ def upload(packed: PackedMatrix, device: int = 0) -> SparseWeight:
 
     Raises:
         NoGpuError: no usable Hopper GPU.
-        Sp24Error: a scale kind that no kernel applies (block).
+        Sp24Error: a scale kind that no kernel applies (block), or permuted columns.
     """
+    if packed.perm is not None:
+        # The kernels take the columns as they lie; those of an activation would have to follow.
+        raise Sp24Error("a weight with permuted columns cannot be multiplied yet")
     from sp24cli.gpu.device import Device
     from sp24cli.gpu.matmul import SparseWeight
 

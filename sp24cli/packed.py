@@ -23,12 +23,13 @@ from sp24cli.bits import (
 from sp24cli.errors import BadInputError
 from sp24cli.fp8 import Overflow, convert, round_to
 from sp24cli.optypes import BLOCK_ROWS, OperandType, operand_type
+from sp24cli.pruning import permute
 from sp24cli.rowblocks import pieces, run, tiles
 from sp24cli.scaling import ScaleSpec
 from sp24cli.sparsity import GROUP, check_matrix, find_nonfinite, find_violation, keep_indices
 
 Layout = Literal["row", "sm90"]
-Pruned = Literal["magnitude", "given"]
+Pruned = Literal["magnitude", "wanda", "given"]
 
 #: Columns of one tile of `pack_rows`: a multiple of every block_k.
 _TILE_COLUMNS = 1024
@@ -39,7 +40,8 @@ class PackInfo:
     """What a file says of one packed tensor.
 
     ``shape`` is the logical (M, K), ``source_dtype`` a safetensors name, ``type`` the operand
-    type's name, ``pruned`` whether sp24 chose the kept values or found them given.
+    type's name, ``pruned`` how sp24 chose the kept values, or that it found them given. With
+    ``permuted`` the columns are those of the original in another order, which is a part.
     """
 
     shape: tuple[int, int]
@@ -49,6 +51,7 @@ class PackInfo:
     pruned: Pruned
     layout: Layout
     overflow: Overflow
+    permuted: bool = False
 
     def __post_init__(self) -> None:
         optype = operand_type(self.type)
@@ -81,6 +84,8 @@ class PackInfo:
             }
         if self.optype.scaled:
             parts["scale"] = (np.dtype(np.float32), self.scale.shape(m, k))
+        if self.permuted:
+            parts["perm"] = (np.dtype(np.int32), (k,))
         return parts
 
     def to_json(self) -> dict[str, Any]:
@@ -95,21 +100,24 @@ class PackInfo:
             "pruned": self.pruned,
             "layout": self.layout,
             "overflow": self.overflow,
+            **({"permuted": True} if self.permuted else {}),
         }
 
     @classmethod
     def from_json(cls, data: object) -> PackInfo:
         """The info in a JSON object; `BadInputError` names what is missing or not known."""
-        fields = {*cls.__dataclass_fields__, "block"}
+        fields = {*cls.__dataclass_fields__, "block"} - {"permuted"}
         if not isinstance(data, dict):
             raise BadInputError(f"packed tensor is described by {data!r}, not an object")
         if missing := sorted(fields - data.keys()):
             raise BadInputError(f"description of a packed tensor lacks {missing[0]!r}")
-        if unknown := sorted(data.keys() - fields):
+        if unknown := sorted(data.keys() - fields - {"permuted"}):
             raise BadInputError(f"unknown field {unknown[0]!r} in a packed tensor's description")
         for name in fields - {"shape", "block"}:
             if not isinstance(data[name], str):
                 raise BadInputError(f"field {name!r} is {data[name]!r}, not a string")
+        if type(data.get("permuted", False)) is not bool:
+            raise BadInputError(f"field 'permuted' is {data['permuted']!r}, not true or false")
         block = data["block"]
         return cls(
             shape=_pair("shape", data["shape"]),
@@ -119,6 +127,7 @@ class PackInfo:
             pruned=cast(Pruned, data["pruned"]),
             layout=cast(Layout, data["layout"]),
             overflow=cast(Overflow, data["overflow"]),
+            permuted=data.get("permuted", False),
         )
 
 
@@ -187,7 +196,9 @@ class PackedMatrix:
 
     Layout ``row``: ``values`` [M, K/2] of the operand type and ``meta`` uint8 [M, ceil(K/8)].
     Layout ``sm90``: ``blocks`` uint8 [Mb, Kb, block_bytes]. ``scale`` is float32 of
-    ``info.scale.shape(M, K)``, None for unscaled types.
+    ``info.scale.shape(M, K)``, None for unscaled types. ``perm`` int32 [K] is the order of the
+    columns, None where it is the original's: column j of what is stored, and of all results
+    here, is column ``perm[j]`` of the original (see `original_order`).
     """
 
     info: PackInfo
@@ -195,6 +206,7 @@ class PackedMatrix:
     meta: Array | None
     blocks: Array | None
     scale: Array | None
+    perm: Array | None = None
 
     @classmethod
     def empty(cls, info: PackInfo, scale: Array | None = None) -> PackedMatrix:
@@ -235,6 +247,7 @@ class PackedMatrix:
             None if self.meta is None else self.meta[whole],
             None if self.blocks is None else self.blocks[blocks],
             scale,
+            self.perm,
         )
 
     def row_order(self, rows: slice = slice(None)) -> tuple[Array, Array]:
@@ -253,9 +266,15 @@ class PackedMatrix:
         info = replace(self.info, layout=layout)
         values, meta = self.row_order()
         if layout == "row":
-            return PackedMatrix(info, values, meta, None, self.scale)
+            return PackedMatrix(info, values, meta, None, self.scale, self.perm)
         blocks = sm90.to_sm90(values, meta, self.shape[1], info.optype)
-        return PackedMatrix(info, None, None, blocks, self.scale)
+        return PackedMatrix(info, None, None, blocks, self.scale, self.perm)
+
+    def original_order(self, dense: Array) -> Array:
+        """``dense`` [R, K], whose columns are as stored, with the columns of the original."""
+        if self.perm is None:
+            return dense
+        return permute.apply(dense, permute.inverse(self.perm))
 
     def codes(self) -> Array:
         """The dense [M, K] of ``info.optype.dtype``: codes where kept, +0 elsewhere."""
@@ -434,7 +453,7 @@ def _store(codes: Array, meta: Array, into: PackedMatrix, r: slice, c: slice) ->
 def check_structure(packed: PackedMatrix) -> str | None:
     """The first fault of ``packed`` in words, or None: shapes, metadata, scales, padding, codes."""
     expected = packed.info.parts()
-    for name in ("values", "meta", "blocks", "scale"):
+    for name in ("values", "meta", "blocks", "scale", "perm"):
         part: Array | None = getattr(packed, name)
         if (part is None) != (name not in expected):
             return f"{name} " + ("missing" if part is None else "does not belong to it")
@@ -444,6 +463,11 @@ def check_structure(packed: PackedMatrix) -> str | None:
             return f"{name} is {found}, not {dtype.name} {list(shape)}"
     if packed.scale is not None and (bad := scaling.find_bad(packed.scale)) is not None:
         return f"scale {float(packed.scale[bad])} at {list(bad)} is not positive, normal and finite"
+    if packed.perm is not None:
+        try:
+            permute.check_order(packed.perm, packed.shape[1])
+        except BadInputError as error:
+            return str(error)
     for r in pieces(*packed.shape, BLOCK_ROWS):
         if fault := _fault_of_rows(packed, r):
             return fault

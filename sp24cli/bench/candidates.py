@@ -129,6 +129,7 @@ class Ours:
             for weight in operands.weights
         ]
         self.kernel = self._plans[0].kernel
+        self.chosen_by = self._plans[0].chosen_by
         self.role = Role("sp24", "sp24", self.kernel.name, order, sparse=True)
         self.slots = operands.slots
 

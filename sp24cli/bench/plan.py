@@ -51,7 +51,8 @@ class Case:
 
 @dataclass(frozen=True)
 class BenchPlan:
-    """What to time and how. ``kernel`` names a manifest entry, None leaves the choice to sp24."""
+    """What to time and how. ``kernel`` names a manifest entry, None leaves the choice to sp24;
+    ``ceiling`` measures what the chip can do beside it."""
 
     cases: tuple[Case, ...]
     order: str
@@ -60,6 +61,7 @@ class BenchPlan:
     settings: Settings = field(default_factory=Settings)
     workers: int = 1
     notes: tuple[str, ...] = ()
+    ceiling: bool = False
 
 
 def plan_shapes(

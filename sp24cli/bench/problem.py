@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,59 @@ SUITES: dict[str, tuple[Shape, ...]] = {
     )
 }
 
+#: Names of all suites; see `suite`.
+SUITE_NAMES = (*SUITES, "select30", "grid")
+
+#: The largest weight and output of made-up suites, in elements: what takes seconds to make.
+_MOST_ELEMENTS = 1 << 28
+
 #: Rows drawn from one random stream; part of what a seed means, so not to be tuned.
 _STREAM_ROWS = 64
+
+
+def suite(name: str, seed: int) -> tuple[Shape, ...]:
+    """The shapes of a suite.
+
+    ``grid`` is what the table of kernels is measured on, ``select30`` thirty shapes off that grid
+    to check the choice of kernels with; which thirty depends on the seed.
+    """
+    if name == "grid":
+        return grid_shapes()
+    if name == "select30":
+        return select_shapes(30, seed)
+    return SUITES[name]
+
+
+def grid_shapes() -> tuple[Shape, ...]:
+    """Sides of usual layers, and tokens by powers of two; shapes of one weight together."""
+    regular = (
+        Shape(m, 1 << n, k)
+        for m in (1024, 2048, 4096, 8192, 14336, 28672)
+        for k in (4096, 8192)
+        for n in range(3, 14)
+    )
+    return tuple(dict.fromkeys((*filter(_makable, regular), *SUITES["llm"])))
+
+
+def select_shapes(count: int, seed: int) -> tuple[Shape, ...]:
+    """``count`` shapes that are not of the grid: M a multiple of 64 from 1024 to 28672, N any
+    number to 8192, K a multiple of 128 from 1024 to 16384, all drawn evenly in their logarithm."""
+    rng = random.Random(seed)
+
+    def draw(low: int, high: int, step: int) -> int:
+        return step * round(low * (high / low) ** rng.random() / step)
+
+    grid = set(grid_shapes())
+    found: dict[Shape, None] = {}
+    while len(found) < count:
+        shape = Shape(draw(1024, 28672, 64), draw(1, 8192, 1), draw(1024, 16384, 128))
+        if shape not in grid and _makable(shape):
+            found[shape] = None
+    return tuple(found)
+
+
+def _makable(shape: Shape) -> bool:
+    return max(shape.m * shape.k, shape.m * shape.n) <= _MOST_ELEMENTS
 
 
 def parse_shape(text: str) -> Shape:

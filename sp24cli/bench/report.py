@@ -6,10 +6,11 @@ import csv
 import io
 from collections.abc import Iterable, Sequence
 
+from sp24cli.bench.ceiling import bound_by_memory, memory_floor_us
 from sp24cli.bench.result import BenchResult, CaseResult, Figure, Row
 from sp24cli.kernels.manifest import Manifest
 
-_HEAD = (
+HEAD = (
     "", "burst us", "TFLOPS", "sust. us", "TFLOPS", "GB/s", "of peak", "MHz", "W", "TFLOPS/W",
     "sp24 is", "doubts",
 )  # fmt: skip
@@ -22,29 +23,31 @@ LEGEND = (
 )
 
 
-def table(result: BenchResult) -> str:
-    """What the command prints: conditions, a table for each case, the summary."""
+def table(result: BenchResult, more: Sequence[str] = ()) -> str:
+    """What the command prints: conditions, a table for each case, the summary, ``more`` lines."""
     lines = [*conditions(result), ""]
     for case in result.cases:
-        lines += _case_head(case)
-        lines += align([_HEAD, *(_cells(case, row) for row in case.rows)])
-        lines += [f"  {label}: {reason}" for label, reason in _short(case.skipped)]
+        lines += case_head(result, case)
+        lines += align([HEAD, *(cells(case, row) for row in case.rows)])
+        lines += [f"  {label}: {reason}" for label, reason in skipped(case)]
         lines.append("")
-    lines += [*_failures(result), LEGEND, *summary(result)]
-    return "\n".join(lines)
+    lines += [*failures(result), LEGEND, *summary(result)]
+    return "\n".join([*lines, *(["", *more] if more else [])])
 
 
-def markdown(result: BenchResult) -> str:
-    """The same as Markdown, for a README or a results folder."""
+def markdown(result: BenchResult, more: Sequence[str] = ()) -> str:
+    """The same as Markdown, for a README or a results folder; ``more`` lines as they are."""
     lines = ["# sp24 bench", "", *(f"- {line}" for line in conditions(result)), ""]
     for case in result.cases:
         lines += [f"## {case.shape} {case.type} → {case.out} {case.order}", ""]
-        lines += [f"{line}  " for line in _case_head(case)[1:]]
-        lines += ["", _pipes(_HEAD), "| --- |" + " ---: |" * (len(_HEAD) - 2) + " --- |"]
-        lines += [_pipes(_cells(case, row)) for row in case.rows]
-        lines += ["", *(f"- {label}: {reason}" for label, reason in _short(case.skipped)), ""]
-    lines += [f"- {line}" for line in _failures(result)]
+        lines += [f"{line}  " for line in case_head(result, case)[1:]]
+        lines += ["", _pipes(HEAD), "| --- |" + " ---: |" * (len(HEAD) - 2) + " --- |"]
+        lines += [_pipes(cells(case, row)) for row in case.rows]
+        lines += ["", *(f"- {label}: {reason}" for label, reason in skipped(case)), ""]
+    lines += [f"- {line}" for line in failures(result)]
     lines += [LEGEND, "", *(f"- {line}" for line in summary(result))]
+    if more:
+        lines += ["", "```text", *more, "```"]
     return "\n".join(lines) + "\n"
 
 
@@ -123,6 +126,7 @@ def conditions(result: BenchResult) -> list[str]:
         f"burst: median over the first {s.burst_ms:.0f} ms after {s.idle_ms:.0f} ms idle; "
         f"sustained: median from {s.sustained_from_ms:.0f} to {s.sustained_to_ms:.0f} ms of "
         f"running; {s.rounds} interleaved rounds of CUDA graphs",
+        *([] if e.copy_tbps is None else [f"copying memory: {e.copy_tbps:.2f} TB/s, read + write"]),
         *result.notes,
     ]
 
@@ -152,15 +156,18 @@ def one_line(case: CaseResult) -> str:
     for family in ("sp24", "cublaslt", "cusparselt"):
         row = case.best(family, "sustained")
         if row is not None:
-            parts.append(f"{row.role.label} {_significant(row.sustained.us)} us")
+            parts.append(f"{row.role.label} {significant(row.sustained.us)} us")
     return f"{case.shape} {case.type}: {', '.join(parts)} (sustained)"
 
 
-def _failures(result: BenchResult) -> list[str]:
+def failures(result: BenchResult) -> list[str]:
+    """A line for each case that gave no figures."""
     return [f"{failure.shape} has no figures: {failure.message}" for failure in result.failures]
 
 
-def _case_head(case: CaseResult) -> list[str]:
+def case_head(result: BenchResult, case: CaseResult) -> list[str]:
+    """The problem, the kernel and how it was verified, the data; for a problem bound by memory how
+    near to a plain copy it came."""
     worst = case.checks[0]
     share = f", largest error {worst.max_error / worst.bound:.0%} of bound" if worst.bound else ""
     size = f"{case.input_bytes / 1e6:.1f} MB of inputs"
@@ -168,14 +175,37 @@ def _case_head(case: CaseResult) -> list[str]:
     if not case.past_l2:
         rotation += ", which still fit the L2"
     kernel = next(row.role.detail for row in case.rows if row.role.family == "sp24")
+    by = "" if case.chosen_by is None else f" (by {case.chosen_by})"
     return [
         f"{case.shape} {case.type} -> {case.out} {case.order}",
-        f"kernel {kernel}; verified: {case.reference}{share}",
+        f"kernel {kernel}{by}; verified: {case.reference}{share}",
         f"A: {case.weight}; B: {case.activations}; {rotation}",
+        *_against_copy(result, case),
     ]
 
 
-def _cells(case: CaseResult, row: Row) -> tuple[str, ...]:
+def _against_copy(result: BenchResult, case: CaseResult) -> list[str]:
+    e, ours = result.environment, case.best("sp24", "burst")
+    if e.copy_tbps is None or ours is None:
+        return []
+    if not bound_by_memory(
+        case.shape,
+        case.type,
+        case.out,
+        copy_tbps=e.copy_tbps,
+        sm_count=e.sm_count,
+        clock_khz=round(e.clock_mhz_max * 1000),
+    ):
+        return []
+    floor = memory_floor_us(case.shape, case.type, e.copy_tbps)
+    return [
+        f"bound by memory: the packed weight at the rate of a copy takes {significant(floor)} us, "
+        f"{floor / ours.burst.us:.0%} of burst, {floor / ours.sustained.us:.0%} of sustained"
+    ]
+
+
+def cells(case: CaseResult, row: Row) -> tuple[str, ...]:
+    """One row under `HEAD`."""
     best = row is case.best("cusparselt", "burst") or row is case.best("cusparselt", "sustained")
     burst, sustained = row.burst, row.sustained
     label = row.role.label if row.role.family == "sp24" else f"{row.role.label}{' *' * best}"
@@ -183,10 +213,10 @@ def _cells(case: CaseResult, row: Row) -> tuple[str, ...]:
         label = f"{row.role.label} ({row.role.detail.split(' of ')[0]}){' *' * best}"
     return (
         label,
-        _significant(burst.us),
-        _significant(burst.tflops),
-        _significant(sustained.us),
-        _significant(sustained.tflops),
+        significant(burst.us),
+        significant(burst.tflops),
+        significant(sustained.us),
+        significant(sustained.tflops),
         f"{sustained.gbps:.0f}",
         f"{sustained.peak_share:.0%}",
         _number(sustained.sm_mhz, 0),
@@ -213,10 +243,10 @@ def _doubts(row: Row) -> str:
     return "; ".join(parts)
 
 
-def _short(skipped: Sequence[tuple[str, str]]) -> Iterable[tuple[str, str]]:
-    """Reasons for what was left out, many of one kind as one line."""
+def skipped(case: CaseResult) -> Iterable[tuple[str, str]]:
+    """(what was left out, why), many of one reason as one."""
     by_reason: dict[str, list[str]] = {}
-    for label, reason in skipped:
+    for label, reason in case.skipped:
         by_reason.setdefault(reason, []).append(label)
     for reason, labels in by_reason.items():
         more = f" and {len(labels) - 1} more" if len(labels) > 1 else ""
@@ -240,7 +270,7 @@ def _pipes(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def _significant(value: float) -> str:
+def significant(value: float) -> str:
     """Four significant digits, never an exponent."""
     whole = len(str(int(value))) if value >= 1 else 0
     return f"{value:.{max(0, 4 - whole)}f}"

@@ -66,7 +66,8 @@ class CaseResult:
 
     ``slots`` copies of the inputs (``input_bytes`` each: packed A and B) were cycled through;
     ``past_l2`` is false where even so they fit in the L2. ``searched`` counts the algorithms
-    of cuSPARSELt that were ranked. ``skipped`` is (label, reason).
+    of cuSPARSELt that were ranked. ``skipped`` is (label, reason). ``chosen_by`` says what the
+    choice of our kernel rests on (see gpu/select.py); None in results that are older than that.
     """
 
     shape: Shape
@@ -83,6 +84,7 @@ class CaseResult:
     rows: tuple[Row, ...]
     searched: int
     skipped: tuple[tuple[str, str], ...]
+    chosen_by: str | None = None
 
     def best(self, family: str, figure: str, *, default: bool | None = None) -> Row | None:
         """The fastest row of a family by ``figure`` ("burst" or "sustained")."""
@@ -104,7 +106,8 @@ class CaseResult:
 @dataclass(frozen=True)
 class Environment:
     """Where and with what it was measured. ``peers`` maps a library to its version, or to the
-    reason it was not used."""
+    reason it was not used. ``copy_tbps`` is the rate of a copy in device memory, terabytes a
+    second read and written; None where it was not asked for."""
 
     date: str
     gpu: str
@@ -116,6 +119,7 @@ class Environment:
     sp24: str
     commit: str | None
     peers: dict[str, str]
+    copy_tbps: float | None = None
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 import sp24cli
 from sp24cli.bench.candidates import Candidate, Operands, Ours, Peer, Peers, Role, tensor_alpha
+from sp24cli.bench.ceiling import copy_bandwidth
 from sp24cli.bench.instrument import DeviceTimer, Instrument, Measurement, Timing
 from sp24cli.bench.judge import Judge, WeightChecks, again, raise_if_wrong
 from sp24cli.bench.plan import BenchPlan, Case
@@ -68,7 +69,12 @@ def run(
     ``failures``, and the rest go on.
     """
     say = progress or (lambda text: None)
-    instrument = Instrument(DeviceTimer(device, telemetry), plan.settings)
+    timer = DeviceTimer(device, telemetry)
+    instrument = Instrument(timer, plan.settings)
+    copy_tbps = None
+    if plan.ceiling:
+        say("copying memory")
+        copy_tbps = copy_bandwidth(device, timer)
     cases: list[CaseResult] = []
     failures: list[Failure] = []
     with ExitStack() as stack:
@@ -85,7 +91,7 @@ def run(
                 if finished is not None:
                     finished(result)
     return BenchResult(
-        _environment(device, libraries.states),
+        _environment(device, libraries.states, copy_tbps),
         plan.settings,
         tuple(cases),
         tuple(failures),
@@ -189,6 +195,7 @@ def _run_case(bench: _Bench, case: Case, tell: Progress) -> CaseResult:
         rows,
         searched,
         tuple(skipped),
+        ours.chosen_by,
     )
 
 
@@ -302,7 +309,7 @@ def _row(
     return Row(role, check, figure(measured.burst), figure(measured.sustained), measured.launches)
 
 
-def _environment(device: Device, peers: dict[str, str]) -> Environment:
+def _environment(device: Device, peers: dict[str, str], copy_tbps: float | None) -> Environment:
     version = device.driver_version
     return Environment(
         datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
@@ -315,6 +322,7 @@ def _environment(device: Device, peers: dict[str, str]) -> Environment:
         sp24cli.__version__,
         source_commit(Path(sp24cli.__file__).resolve().parent.parent),
         peers,
+        copy_tbps,
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy.typing as npt
 
+from sp24cli.checkpoint import stacks
 from sp24cli.checkpoint.header import (
     DTYPE_NAMES,
     PathLike,
@@ -23,6 +24,7 @@ from sp24cli.checkpoint.header import (
     quote,
 )
 from sp24cli.checkpoint.reader import SafetensorsFile
+from sp24cli.checkpoint.sharded import open_tensors
 from sp24cli.closing import Closing
 from sp24cli.errors import BadInputError
 from sp24cli.packed import PackedMatrix, PackInfo
@@ -41,15 +43,19 @@ def part_entries(name: str, info: PackInfo) -> list[TensorSpec]:
     ]
 
 
-def merge_metadata(user: Mapping[str, str], infos: Mapping[str, PackInfo]) -> dict[str, str]:
+def merge_metadata(
+    user: Mapping[str, str], infos: Mapping[str, PackInfo], experts: Mapping[str, int] | None = None
+) -> dict[str, str]:
     """The ``__metadata__`` of a packed file: the user's keys, ``format`` (which transformers
-    asks for) where there is none, and the description of every packed tensor."""
+    asks for) where there is none, the description of every packed tensor, and of the stacks
+    whose ``experts`` are among them how many these are."""
     described = {name: info.to_json() for name, info in infos.items()}
     return {
         "format": "pt",
         **user_metadata(user),
         VERSION_KEY: VERSION,
         TENSORS_KEY: json.dumps(described, sort_keys=True, separators=(",", ":")),
+        **stacks.to_metadata(experts or {}),
     }
 
 
@@ -64,10 +70,12 @@ def is_packed(metadata: Mapping[str, str]) -> bool:
 
 
 class PackedFile(Closing):
-    """An open packed file.
+    """An open packed file, or a whole checkpoint of them (a folder or its index).
 
     Attributes:
-        packed: the description of each packed tensor, by the name of the dense one.
+        packed: the description of each packed tensor, by the name of the dense one; the experts
+            of a stack in order.
+        stacks: the number of experts of each stack that was packed by expert (see `stacks`).
         others: the tensors that passed through, in the order of their bytes.
         metadata: the user's ``__metadata__``.
         file: the safetensors file beneath.
@@ -78,10 +86,10 @@ class PackedFile(Closing):
     """
 
     def __init__(self, path: PathLike) -> None:
-        self.file = SafetensorsFile(path)
+        self.file = open_tensors(path)
         try:
             self._where = label(path)
-            self.packed: dict[str, PackInfo] = self._read_infos()
+            self.packed, self.stacks = self._read_infos()
             self._parts = {name: part_entries(name, info) for name, info in self.packed.items()}
             self._check_parts()
         except BaseException:
@@ -112,6 +120,7 @@ class PackedFile(Closing):
             meta=arrays.get("meta"),
             blocks=arrays.get("blocks"),
             scale=arrays.get("scale"),
+            perm=arrays.get("perm"),
         )
 
     def drop_cache(self, name: str) -> None:
@@ -124,25 +133,18 @@ class PackedFile(Closing):
             raise BadInputError(f"{self._where}: has no packed tensor {quote(name)}")
         return [part for part, _, _ in self._parts[name]]
 
-    def _read_infos(self) -> dict[str, PackInfo]:
-        metadata = self.file.metadata
-        if VERSION_KEY not in metadata:
-            raise BadInputError(f"{self._where}: is not a packed file (no {VERSION_KEY})")
-        version = metadata[VERSION_KEY]
-        if version != VERSION:
-            raise BadInputError(
-                f"{self._where}: {VERSION_KEY} {quote(version)} is unknown (known: {VERSION!r})"
-            )
-        if TENSORS_KEY not in metadata:
-            raise BadInputError(f"{self._where}: has no {TENSORS_KEY}")
-        table = load_object(metadata[TENSORS_KEY], f"{self._where}: {TENSORS_KEY}")
-        infos: dict[str, PackInfo] = {}
-        for name, described in table.items():
-            try:
-                infos[name] = PackInfo.from_json(described)
-            except BadInputError as error:
-                raise BadInputError(f"{self._where}: tensor {quote(name)}: {error}") from error
-        return infos
+    def _read_infos(self) -> tuple[dict[str, PackInfo], dict[str, int]]:
+        packed: dict[str, PackInfo] = {}
+        found: dict[str, int] = {}
+        for file in self.file.parts():
+            infos = _read_infos(file)
+            experts = stacks.from_metadata(file.metadata, infos, label(file.path))
+            # The description is sorted by name, where expert 10 comes before expert 2.
+            for stack, count in experts.items():
+                infos |= {name: infos.pop(name) for name in stacks.expert_names(stack, count)}
+            packed |= infos
+            found |= experts
+        return packed, found
 
     def _check_parts(self) -> None:
         by_name = self.file.header.by_name
@@ -159,3 +161,24 @@ class PackedFile(Closing):
                         f"{where}: its part {quote(part)} is {entry.dtype} {list(entry.shape)},"
                         f" not {dtype} {list(shape)}"
                     )
+
+
+def _read_infos(file: SafetensorsFile) -> dict[str, PackInfo]:
+    """What one file says of the packed tensors in it."""
+    where, metadata = label(file.path), file.metadata
+    if VERSION_KEY not in metadata:
+        raise BadInputError(f"{where}: is not a packed file (no {VERSION_KEY})")
+    version = metadata[VERSION_KEY]
+    if version != VERSION:
+        raise BadInputError(
+            f"{where}: {VERSION_KEY} {quote(version)} is unknown (known: {VERSION!r})"
+        )
+    if TENSORS_KEY not in metadata:
+        raise BadInputError(f"{where}: has no {TENSORS_KEY}")
+    infos: dict[str, PackInfo] = {}
+    for name, described in load_object(metadata[TENSORS_KEY], f"{where}: {TENSORS_KEY}").items():
+        try:
+            infos[name] = PackInfo.from_json(described)
+        except BadInputError as error:
+            raise BadInputError(f"{where}: tensor {quote(name)}: {error}") from error
+    return infos

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from sp24cli.checkpoint import header
+from sp24cli.checkpoint import header, stacks
 from sp24cli.checkpoint.header import DTYPES, Header, PathLike, TensorEntry
 from sp24cli.closing import Closing
 from sp24cli.errors import BadInputError
@@ -28,6 +28,8 @@ class SafetensorsFile(Closing):
 
     def __init__(self, path: PathLike) -> None:
         self.path = path
+        #: The tensors that `split` has taken apart, with the number of their experts.
+        self.stacks: dict[str, int] = {}
         self._where = header.label(path)
         with header.open_input(path) as file:
             self.header: Header = header.read(file, path)
@@ -52,6 +54,20 @@ class SafetensorsFile(Closing):
     def names(self) -> tuple[str, ...]:
         """The tensors' names, in the order of their bytes."""
         return tuple(self.header.by_name)
+
+    def parts(self) -> tuple[SafetensorsFile, ...]:
+        """The files that this one is made of: itself, or the shards of a checkpoint."""
+        return (self,)
+
+    def split(self, names: Iterable[str]) -> None:
+        """From now on, have the experts ``NAME.<e>`` [M, K] in the place of stacks [E, M, K].
+
+        Raises:
+            BadInputError: an expert's name is taken.
+        """
+        wanted = {name: self.entry(name).shape[0] for name in names}
+        self.header = stacks.split(self.header, wanted, self._where)
+        self.stacks.update(wanted)
 
     def entry(self, name: str) -> TensorEntry:
         """Dtype, shape and place of a tensor; `BadInputError` for one that is not there."""

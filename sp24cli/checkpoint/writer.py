@@ -18,6 +18,10 @@ from sp24cli.checkpoint import header
 from sp24cli.checkpoint.header import DTYPES, PathLike, TensorSpec, label, quote
 from sp24cli.errors import Sp24Error
 
+#: How the hidden file is called until it is complete; killed, a process leaves it.
+TEMP_PREFIX = ".sp24-"
+TEMP_SUFFIX = ".tmp"
+
 
 def check_output(
     path: PathLike, *, forbid: Iterable[PathLike] = (), overwrite: bool = False
@@ -94,7 +98,7 @@ class StreamingWriter:
         self._check_room()
 
     def __enter__(self) -> StreamingWriter:
-        self._temp = os.path.join(self._folder, f".sp24-{secrets.token_hex(8)}.tmp")
+        self._temp = os.path.join(self._folder, f"{TEMP_PREFIX}{secrets.token_hex(8)}{TEMP_SUFFIX}")
         try:
             # os.open, not tempfile, whose files are closed to all but their owner.
             descriptor = os.open(

@@ -19,11 +19,20 @@ from sp24cli.cli.options import quiet_option, workers_option
 from sp24cli.errors import Sp24Error, VerificationError
 
 if TYPE_CHECKING:
+    from sp24cli.bench.plan import BenchPlan
     from sp24cli.bench.rates import Shape
-    from sp24cli.bench.result import BenchResult, Progress
+    from sp24cli.bench.result import BenchResult, Failure, Progress
+    from sp24cli.gpu.device import Device
 
-#: What is timed when nothing is named.
-DEFAULT_SUITE = "llm"
+#: The suites of bench/problem.py; the first is what is timed when nothing is named.
+SUITES = ("llm", "select30", "grid")
+
+#: Endings of --plot.
+PLOTS = ("svg", "png", "html")
+
+#: Options, by their parameters, that stand beside --from, and that do not beside --tune.
+_RENDERING = {"from_file", "baseline", "plot_file", "json_file", "csv_file", "md_file", "quiet"}
+_NOT_TUNING = {"baseline", "plot_file", "csv_file", "md_file", "ceiling", "kernel"}
 
 
 def _shape(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> Any:
@@ -62,8 +71,10 @@ def _file_option(name: str, what: str) -> Callable[[Any], Any]:
 )
 @click.option(
     "--suite",
-    type=click.Choice([DEFAULT_SUITE]),
-    help="Time the shapes of large language models; the default when nothing is named.",
+    type=click.Choice(SUITES),
+    help="Time the shapes of large language models (llm; the default when nothing is named), "
+    "30 made from the seed to check the choice of kernels (select30), or those that the table of "
+    "kernels is made from (grid).",
 )
 @click.option(
     "--n",
@@ -123,13 +134,44 @@ def _file_option(name: str, what: str) -> Callable[[Any], Any]:
     help="Median deviation above which a figure is marked doubtful.",
 )
 @click.option("--seed", type=int, default=24, show_default=True, help="Seed of the random data.")
+@click.option(
+    "--ceiling",
+    is_flag=True,
+    help="Measure the copy bandwidth too, and give shapes bound by memory as a share of it.",
+)
+@click.option(
+    "--tune",
+    is_flag=True,
+    help="Time every kernel that applies, quickly, and keep the choice for this GPU in the cache "
+    "folder instead. --json FILE writes the times.",
+)
+@click.option(
+    "--baseline",
+    metavar="FILE",
+    help="Compare with an earlier result (of --json): what moved, and if by more than the noise.",
+)
+@click.option(
+    "--from",
+    "from_file",
+    metavar="FILE",
+    help="Show an earlier result (of --json) instead of measuring. No GPU.",
+)
 @click.option("--list", "list_kernels", is_flag=True, help="List the kernels and stop. No GPU.")
 @_file_option("json", "everything that was measured, as JSON")
 @_file_option("csv", "one line a candidate and figure, as CSV")
 @_file_option("md", "the tables as Markdown")
+@click.option(
+    "--plot",
+    "plot_file",
+    metavar="FILE",
+    help="Draw bars beside the peers and a roofline: .svg, .png, or .html with the tables "
+    "(needs sp24[plot]).",
+)
 @workers_option
 @quiet_option
+@click.pass_context
 def bench(
+    context: click.Context,
     packed: str | None,
     shapes: tuple[Shape, ...],
     suite: str | None,
@@ -144,10 +186,15 @@ def bench(
     rounds: int,
     noise_limit: float,
     seed: int,
+    ceiling: bool,
+    tune: bool,
+    baseline: str | None,
+    from_file: str | None,
     list_kernels: bool,
     json_file: str | None,
     csv_file: str | None,
     md_file: str | None,
+    plot_file: str | None,
     workers: int | None,
     quiet: bool,
 ) -> None:
@@ -164,19 +211,26 @@ def bench(
 
         console.out(kernel_list(manifest.load()))
         return
+    if from_file is not None:
+        _refuse(context, "--from", _given(context) - _RENDERING)
+    if tune:
+        _refuse(context, "--tune", _given(context) & _NOT_TUNING)
     _check_usage(packed, shapes, suite, counts, type_name, scale, kernel)
-    targets = _targets(json_file, csv_file, md_file)
+    targets = _targets(json_file, csv_file, md_file, plot_file)
 
-    from sp24cli.bench import report
+    from sp24cli.bench.reading import read_result
+
+    earlier = None if baseline is None else read_result(baseline)
+    if from_file is not None:
+        _write(read_result(from_file), targets, earlier)
+        return
+
     from sp24cli.bench.plan import BenchPlan, plan_file, plan_shapes
-    from sp24cli.bench.run import run
     from sp24cli.bench.statistics import Settings
     from sp24cli.gpu.device import Device
     from sp24cli.ops.stream import default_workers
 
     device = Device.open()
-    from sp24cli.gpu.telemetry import Telemetry
-
     threads = workers or default_workers()
     notes: tuple[str, ...] = ()
     if packed is not None:
@@ -185,7 +239,7 @@ def bench(
         )
     else:
         cases = plan_shapes(
-            _shapes(shapes, suite),
+            _shapes(shapes, suite, seed),
             type_name or "e4m3",
             out=out,
             scale=scale or "tensor",
@@ -194,20 +248,81 @@ def bench(
             workers=threads,
         )
     settings = Settings(rounds=rounds, noise_limit=noise_limit / 100, seed=seed)
-    plan = BenchPlan(cases, order, kernel, peers, settings, threads, notes)
+    plan = BenchPlan(cases, order, kernel, peers, settings, threads, notes, ceiling)
+    if tune:
+        failures = _tune(plan, device, targets, quiet)
+    else:
+        result = _run(plan, device, quiet)
+        _write(result, targets, earlier)
+        failures = result.failures
+    if failures:
+        worst = max(failures, key=lambda failure: failure.exit_code)
+        wrong = worst.exit_code == VerificationError.exit_code
+        raise (VerificationError if wrong else Sp24Error)(worst.message)
+
+
+def _run(plan: BenchPlan, device: Device, quiet: bool) -> BenchResult:
+    from sp24cli.bench import report
+    from sp24cli.bench.run import run
+    from sp24cli.gpu.telemetry import Telemetry
+
     with _progress(quiet) as progress:
-        result = run(
+        return run(
             plan,
             device,
             telemetry=Telemetry(device),
             progress=progress,
             finished=lambda case: console.log(report.one_line(case), quiet=quiet),
         )
-    _write(result, targets)
-    if result.failures:
-        worst = max(result.failures, key=lambda failure: failure.exit_code)
-        wrong = worst.exit_code == VerificationError.exit_code
-        raise (VerificationError if wrong else Sp24Error)(worst.message)
+
+
+def _tune(
+    plan: BenchPlan, device: Device, targets: list[tuple[str, str]], quiet: bool
+) -> tuple[Failure, ...]:
+    """Time the kernels, show and keep what was found."""
+    from sp24cli.bench import tune
+    from sp24cli.errors import BadInputError
+    from sp24cli.kernels import choices
+
+    with _progress(quiet) as progress:
+        result = tune.tune(plan, device, progress=progress)
+    text = choices.to_text([result.table])
+    if not any(file == "-" for _, file in targets):
+        console.out(tune.table(result))
+    for _, file in targets:
+        if file == "-":
+            console.out(text.rstrip("\n"))
+        else:
+            _replace(Path(file), text.encode())
+    path = choices.cache_path(device.uuid, result.fatbins)
+    if not result.cases:
+        return result.failures
+    if path is None:
+        console.log("sp24: warning: no cache folder is known; nothing kept", quiet=quiet)
+        return result.failures
+    try:
+        kept = choices.read_cache(path)
+    except BadInputError as error:
+        console.log(f"sp24: warning: replaced: {error}", quiet=quiet)
+        kept = None
+    table = result.table if kept is None else kept.merged(result.table.measured)
+    choices.write_cache(path, table)
+    console.log(f"kept the choices for {len(result.cases)} problems in {path}", quiet=quiet)
+    return result.failures
+
+
+def _given(context: click.Context) -> set[str]:
+    """The parameters that the command line names."""
+    named = click.core.ParameterSource.COMMANDLINE
+    return {name for name in context.params if context.get_parameter_source(name) is named}
+
+
+def _refuse(context: click.Context, option: str, names: set[str]) -> None:
+    """A usage error that says which of the given parameters do not go with ``option``."""
+    parameters = [p for p in context.command.params if p.name in names]
+    if parameters:
+        words = [p.opts[0] if isinstance(p, click.Option) else "PACKED" for p in parameters]
+        raise click.UsageError(f"{option} does not go with {', '.join(words)}")
 
 
 def _check_usage(
@@ -231,51 +346,75 @@ def _check_usage(
         raise click.UsageError(f"no kernel is called {kernel!r} (see sp24 bench --list)")
 
 
-def _shapes(shapes: tuple[Shape, ...], suite: str | None) -> tuple[Shape, ...]:
-    from sp24cli.bench.problem import SUITES
+def _shapes(shapes: tuple[Shape, ...], name: str | None, seed: int) -> tuple[Shape, ...]:
+    from sp24cli.bench.problem import suite
 
-    if suite is None and not shapes:
-        suite = DEFAULT_SUITE
-    return (*shapes, *(SUITES[suite] if suite else ()))
+    if name is None and not shapes:
+        name = SUITES[0]
+    return (*shapes, *(suite(name, seed) if name else ()))
 
 
 def _targets(
-    json_file: str | None, csv_file: str | None, md_file: str | None
+    json_file: str | None, csv_file: str | None, md_file: str | None, plot_file: str | None
 ) -> list[tuple[str, str]]:
     """(format, FILE) of what is to be written; at most one may go to stdout."""
-    named = (("json", json_file), ("csv", csv_file), ("md", md_file))
+    named = [("json", json_file), ("csv", csv_file), ("md", md_file)]
     targets = [(kind, file) for kind, file in named if file is not None]
     if sum(file == "-" for _, file in targets) > 1:
         raise click.UsageError("only one of --json, --csv and --md can go to stdout")
+    if plot_file is not None:
+        kind = Path(plot_file).suffix.removeprefix(".").lower()
+        if kind not in PLOTS:
+            raise click.UsageError(f"--plot {plot_file}: ends in none of {', '.join(PLOTS)}")
+        from sp24cli.bench.plot import require
+
+        require()  # now, not after minutes of measuring
+        targets.append((kind, plot_file))
     return targets
 
 
-def _write(result: BenchResult, targets: list[tuple[str, str]]) -> None:
+def _write(
+    result: BenchResult, targets: list[tuple[str, str]], earlier: BenchResult | None = None
+) -> None:
     """Write the files, and to stdout the table or what was sent there instead."""
-    from sp24cli.bench import report
+    from sp24cli.bench import baseline, report
 
-    def text(kind: str) -> str:
+    more = [] if earlier is None else baseline.lines(baseline.compare(earlier, result))
+
+    def content(kind: str) -> bytes:
         if kind == "json":
-            return json.dumps(result.to_json(), indent=2, allow_nan=False) + "\n"
-        return report.comma_separated(result) if kind == "csv" else report.markdown(result)
+            return (json.dumps(result.to_json(), indent=2, allow_nan=False) + "\n").encode()
+        if kind == "csv":
+            return report.comma_separated(result).encode()
+        if kind == "md":
+            return report.markdown(result, more).encode()
+        if kind == "html":
+            from sp24cli.bench.page import page
+
+            return page(result, more).encode()
+        from sp24cli.bench.plot import picture
+
+        return picture(result, kind)
 
     # The table first: should a file not be writable, the numbers are not lost.
     if not any(file == "-" for _, file in targets):
-        console.out(report.table(result))
+        console.out(report.table(result, more))
     for kind, file in targets:
+        if kind in PLOTS and not result.cases:
+            continue  # the failures say why
         if file == "-":
-            console.out(text(kind).rstrip("\n"))
+            console.out(content(kind).decode().rstrip("\n"))
         else:
-            _replace(Path(file), text(kind))
+            _replace(Path(file), content(kind))
 
 
-def _replace(path: Path, text: str) -> None:
+def _replace(path: Path, content: bytes) -> None:
     """Write ``path`` whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
         # mkstemp's files are private; a result is as readable as any other new file.
         mask = os.umask(0)
         os.umask(mask)

@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 if TYPE_CHECKING:
     # The group imports this module for every command: nothing heavy may hang on it.
+    from sp24cli.ops.checkpoint import FolderReport
     from sp24cli.ops.report import Skipped
     from sp24cli.ops.stream import Progress
 
@@ -94,6 +95,26 @@ def skipped(tensors: Sequence[Skipped]) -> None:
         )
 
 
+def folder(report: FolderReport | None, *, dry_run: bool = False, quiet: bool = False) -> None:
+    """The shards of a checkpoint and its other files; nothing for a single file."""
+    if report is None:
+        return
+    out()
+    table(
+        ("shard", "from", "to"),
+        [(s.name, size(s.source_bytes), size(s.output_bytes)) for s in report.shards],
+    )
+    if report.carried:
+        out(f"carried over: {printable(', '.join(report.carried))}")
+    for item in report.left_out:
+        out(f"left out: {printable(item.name)} ({item.reason})")
+    if dry_run:
+        out(f"room needed on the disk: {size(report.disk_bytes)}")
+    if report.resumed:
+        done = f"{report.resumed} of {len(report.shards)} shards"
+        log(f"sp24: {done} were finished by an earlier run", quiet=quiet)
+
+
 def wrote(path: str | None, count: int, *, before: int | None = None) -> None:
     """The last line of a command that writes; no path says that it was a dry run."""
     ratio = f", from {size(before)}" if before is not None else ""
@@ -106,6 +127,17 @@ def wrote(path: str | None, count: int, *, before: int | None = None) -> None:
 def nothing_selected(nothing: bool, *, quiet: bool) -> None:
     if nothing:
         log("sp24: warning: no tensor was selected; all were copied as they are", quiet=quiet)
+
+
+def left_quantized(tensors: Sequence[Skipped], *, quiet: bool) -> None:
+    """A remark where weights were left alone that --dequantize-fp8 would take."""
+    count = sum(t.reason.startswith("already quantized (F8_E") for t in tensors)
+    if count:
+        log(
+            f"sp24: note: {count} FP8 tensors were left as they are; --dequantize-fp8 bf16 takes "
+            "those that have a scale",
+            quiet=quiet,
+        )
 
 
 @contextmanager

@@ -16,7 +16,10 @@ from sp24cli.ops import InspectReport, inspect_file
 @json_option
 @quiet_option
 def inspect(source: Path, as_json: bool, quiet: bool) -> None:
-    """Show what is in FILE: dtypes, shapes, sizes, which weights are 2:4, what is packed how."""
+    """Show what is in FILE: dtypes, shapes, sizes, which weights are 2:4, what is packed how.
+
+    FILE is a safetensors file or a whole checkpoint, a folder of shards with their index.
+    """
     with console.progress("inspect", quiet=quiet) as progress:
         report = inspect_file(source, progress=progress)
     if as_json:

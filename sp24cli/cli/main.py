@@ -17,7 +17,7 @@ from sp24cli.errors import Sp24Error
 
 #: Commands in the order of use; each is the attribute of that name in ``sp24cli.cli.<name>``.
 #: They are imported when asked for: `sp24 --version` need not load numpy.
-COMMANDS = ("prune", "quantize", "verify", "bench", "inspect", "unpack")
+COMMANDS = ("prune", "quantize", "verify", "bench", "inspect", "unpack", "convert")
 
 
 class Interrupted(Sp24Error):
@@ -41,8 +41,9 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in self.list_commands(ctx):
             return None
-        if cmd_name == "verify":
-            # Its threads multiply side by side: those of BLAS beneath them would only spin.
+        if cmd_name in ("prune", "quantize", "verify"):
+            # Their threads multiply side by side: those of BLAS beneath them would only spin.
+            # And what sparsegpt computes would depend on how many there are.
             os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
         command = getattr(importlib.import_module(f"sp24cli.cli.{cmd_name}"), cmd_name)
         assert isinstance(command, click.Command)

@@ -21,6 +21,12 @@ def source_argument(metavar: str = "IN") -> Callable[[_Command], _Command]:
 def selection_options(command: _Command) -> _Command:
     for option in (
         click.option(
+            "--experts",
+            is_flag=True,
+            help="Take stacked experts [E, out, in] too, each as a matrix: 3-D tensors whose name "
+            "has 'expert', or that --include matches.",
+        ),
+        click.option(
             "--exclude",
             metavar="GLOB",
             multiple=True,
@@ -40,19 +46,38 @@ def selection_options(command: _Command) -> _Command:
 
 def output_options(command: _Command) -> _Command:
     for option in (
+        click.option(
+            "--resume",
+            is_flag=True,
+            help="Go on with the folder OUT where a run that was cut off has stopped.",
+        ),
         click.option("--force", is_flag=True, help="Replace OUT when it exists."),
         click.option(
             "-o",
             "--output",
             metavar="OUT",
             type=PATH,
-            help="The file to write. It appears when it is complete, and never replaces an input.",
+            help="The file to write, or the folder when the input is one. A file appears when it "
+            "is complete, and never replaces an input.",
         ),
     ):
         command = option(command)
     return command
 
 
+dequantize_option = click.option(
+    "--dequantize-fp8",
+    type=click.Choice(["bf16", "f16", "f32"]),
+    help="Take weights in FP8 too, whose scales (weight_scale, weight_scale_inv, .scale) are in "
+    "the file or checkpoint: code * scale as this dtype. Otherwise they are copied as they are.",
+)
+report_option = click.option(
+    "--report",
+    metavar="FILE",
+    type=PATH,
+    help="Write a report to FILE, a page for people (.html, .md) or a document (.json): the "
+    "worst layers first, what the numbers mean, what stands out.",
+)
 dry_run_option = click.option(
     "--dry-run", is_flag=True, help="Read and report everything, write nothing."
 )

@@ -8,19 +8,25 @@ import click
 
 from sp24cli.checkpoint.names import Selection
 from sp24cli.cli import console
+from sp24cli.cli.choosing import make_choice, method_option, norms_option, permute_option
 from sp24cli.cli.options import (
+    dequantize_option,
     dry_run_option,
     json_option,
     output_options,
     quiet_option,
+    report_option,
     require_output,
     selection_options,
     source_argument,
     workers_option,
 )
+from sp24cli.cli.sidefile import check_report, write_report
 from sp24cli.errors import BadInputError
 from sp24cli.fp8 import Overflow
-from sp24cli.ops import QuantizeReport, quantize_file
+from sp24cli.ops import Done, QuantizeReport, quantize_checkpoint
+from sp24cli.ops.choose import Method
+from sp24cli.ops.unpack import DENSE_TYPES
 from sp24cli.optypes import OPERAND_TYPES, OperandType
 from sp24cli.packed import Layout
 from sp24cli.scaling import ScaleSpec
@@ -62,8 +68,13 @@ from sp24cli.scaling import ScaleSpec
     show_default=True,
     help="Rows of values and metadata, or the block images that the kernels read.",
 )
-@click.option("--prune", is_flag=True, help="Prune by magnitude what is not 2:4 yet.")
+@click.option("--prune", is_flag=True, help="Prune what is not 2:4 yet.")
+@method_option("magnitude", "wanda")
+@norms_option
+@permute_option
 @selection_options
+@dequantize_option
+@report_option
 @dry_run_option
 @workers_option
 @json_option
@@ -71,6 +82,7 @@ from sp24cli.scaling import ScaleSpec
 def quantize(
     source: Path,
     output: Path | None,
+    resume: bool,
     force: bool,
     type_name: str,
     scale: str | None,
@@ -78,8 +90,14 @@ def quantize(
     overflow: Overflow,
     layout: Layout,
     prune: bool,
+    method: Method,
+    activation_norms: Path | None,
+    permute: bool,
     include: tuple[str, ...],
     exclude: tuple[str, ...],
+    experts: bool,
+    dequantize_fp8: str | None,
+    report: Path | None,
     dry_run: bool,
     workers: int | None,
     as_json: bool,
@@ -90,12 +108,18 @@ def quantize(
     A weight that is not 2:4 is an error unless --prune is given. All other tensors are copied
     byte for byte. Prints, by tensor, the signal-to-noise ratio of the kept values and how many
     of them were clipped or became zero.
+
+    IN is a safetensors file or a whole checkpoint, as for sp24 prune.
     """
     optype = OPERAND_TYPES[type_name]
     spec = _scale_spec(optype, scale, block)
+    if not prune and (method != "magnitude" or permute):
+        raise click.UsageError("--method and --permute go with --prune only")
+    choice = make_choice(method, norms=activation_norms, permute=permute)
     target = require_output(output, dry_run=dry_run)
+    check_report(report, source, target, overwrite=force)
     with console.progress("quantize", quiet=quiet) as progress:
-        report = quantize_file(
+        done = quantize_checkpoint(
             source,
             target,
             optype=optype,
@@ -103,15 +127,20 @@ def quantize(
             overflow=overflow,
             layout=layout,
             prune=prune,
-            selection=Selection(include, exclude),
+            choice=choice,
+            selection=Selection(include, exclude, experts),
+            dequantize_fp8=DENSE_TYPES[dequantize_fp8] if dequantize_fp8 else None,
+            histograms=report is not None,
             workers=workers,
+            resume=resume,
             overwrite=force,
             progress=progress,
         )
+    write_report(report, done)
     if as_json:
-        console.out_json(report.to_json())
+        console.out_json(done.to_json())
         return
-    _print(report, quiet=quiet)
+    _print(done, quiet=quiet)
 
 
 def _scale_spec(optype: OperandType, kind: str | None, block: str | None) -> ScaleSpec:
@@ -129,7 +158,8 @@ def _scale_spec(optype: OperandType, kind: str | None, block: str | None) -> Sca
         raise click.UsageError(f"--block {block}: {fault}") from fault
 
 
-def _print(report: QuantizeReport, *, quiet: bool) -> None:
+def _print(done: Done[QuantizeReport], *, quiet: bool) -> None:
+    report = done.report
     if report.tensors:
         console.table(
             ("tensor", "dtype", "shape", "SNR dB", "clipped", "underflow", "kept energy"),
@@ -147,9 +177,11 @@ def _print(report: QuantizeReport, *, quiet: bool) -> None:
             ],
         )
     console.skipped(report.skipped)
+    console.folder(done.folder, dry_run=report.output is None, quiet=quiet)
     console.out()
     count = f"{len(report.tensors)} of {len(report.tensors) + len(report.skipped)} tensors"
     scale = "" if report.scale == "none" else f", scale by {report.scale}"
     console.out(f"packed {count} as {report.type}{scale}, layout {report.layout}")
     console.wrote(report.output, report.output_bytes, before=report.source_bytes)
     console.nothing_selected(not report.tensors, quiet=quiet)
+    console.left_quantized(report.skipped, quiet=quiet)

@@ -15,7 +15,7 @@ from sp24cli.cli.options import (
     source_argument,
     workers_option,
 )
-from sp24cli.ops import unpack_file
+from sp24cli.ops import unpack_checkpoint
 
 
 @click.command()
@@ -37,6 +37,7 @@ from sp24cli.ops import unpack_file
 def unpack(
     source: Path,
     output: Path | None,
+    resume: bool,
     force: bool,
     dtype: str | None,
     codes: bool,
@@ -46,29 +47,33 @@ def unpack(
 ) -> None:
     """Write the weights of PACKED as dense tensors again, zeros where they were pruned.
 
-    All other tensors are copied byte for byte.
+    All other tensors are copied byte for byte. PACKED is a file or a whole checkpoint, as for
+    sp24 prune.
     """
     if codes and dtype is not None:
         raise click.UsageError("--codes keeps the packed type; leave out --dtype")
     target = require_output(output)
     assert target is not None
     with console.progress("unpack", quiet=quiet) as progress:
-        report = unpack_file(
+        done = unpack_checkpoint(
             source,
             target,
             dtype=dtype,
             codes=codes,
             workers=workers,
+            resume=resume,
             overwrite=force,
             progress=progress,
         )
     if as_json:
-        console.out_json(report.to_json())
+        console.out_json(done.to_json())
         return
+    report = done.report
     console.table(
         ("tensor", "type", "scale", "shape", "dtype"),
         [(t.name, t.type, t.scale, console.shape(t.shape), t.dtype) for t in report.tensors],
     )
+    console.folder(done.folder, quiet=quiet)
     console.out()
     console.out(f"unpacked {len(report.tensors)} tensors, copied {report.copied} as they are")
     console.wrote(report.output, report.output_bytes)

@@ -19,7 +19,7 @@ from sp24cli.verify.file import DeviceChoice
     "--against",
     metavar="DENSE",
     type=PATH,
-    help="The file that PACKED was made from, before or after pruning.",
+    help="The file or folder that PACKED was made from, before or after pruning.",
 )
 @click.option(
     "--device",
@@ -46,6 +46,8 @@ def verify(
     Numerics multiplies every weight by random activations and by the identity and compares
     each element with float64 under a derived bound: on a GPU by the kernels, on the CPU by
     decoding what they would read. Exits 3 and names the first wrong place where it differs.
+
+    PACKED and DENSE are safetensors files or whole checkpoints, folders of shards with an index.
     """
     with console.progress("verify", quiet=quiet) as progress:
         report = verify_file(

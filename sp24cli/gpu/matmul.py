@@ -13,8 +13,9 @@ from sp24cli.errors import Sp24Error
 from sp24cli.gpu.arguments import pack_struct, tensor_map
 from sp24cli.gpu.arrays import DeviceArray, View, view
 from sp24cli.gpu.device import Buffer, Device, Kernel
-from sp24cli.gpu.select import candidates, cta_tiles, select
+from sp24cli.gpu.select import Choice, candidates, chosen, cta_tiles
 from sp24cli.kernels import manifest
+from sp24cli.kernels.choices import Problem
 from sp24cli.optypes import BLOCK_ROWS, OperandType, operand_type
 from sp24cli.packed import PackedMatrix
 
@@ -31,13 +32,17 @@ RASTER = 8
 
 @dataclass(frozen=True)
 class Plan:
-    """A kernel chosen for a weight and a number of tokens; `enqueue` runs it."""
+    """A kernel chosen for a weight and a number of tokens; `enqueue` runs it.
+
+    ``chosen_by`` says in words what the choice rests on.
+    """
 
     weight: SparseWeight
     kernel: manifest.Entry
     loaded: Kernel
     n: int
     raster: int = RASTER
+    chosen_by: str = "name"
 
     def enqueue(
         self,
@@ -153,8 +158,8 @@ class SparseWeight:
     ) -> Plan:
         """The kernel for ``n`` tokens, or the one named ``kernel``."""
         if kernel is None:
-            sms = self.device.sm_count
-            entry = select(self.type.name, out_dtype, order, self.shape[0], n, sms)
+            m, k = self.shape
+            choice = chosen(self.device, Problem(self.type.name, out_dtype, order, m, n, k))
         else:
             found = candidates(self.type.name, out_dtype, order)
             named = [e for e in found if e.name == kernel]
@@ -163,8 +168,9 @@ class SparseWeight:
                     f"no kernel {kernel!r} for {self.type.name} into {out_dtype} {order}: "
                     f"there are {', '.join(e.name for e in found)}"
                 )
-            entry = named[0]
-        return Plan(self, entry, self.device.kernel(entry), n, raster)
+            choice = Choice(named[0], "name")
+        entry = choice.kernel
+        return Plan(self, entry, self.device.kernel(entry), n, raster, choice.by)
 
 
 def matmul(
@@ -239,7 +245,7 @@ def matmul(
         stream=stream,
     )
     if spare is not None:
-        # Freeing waits for the product that reads the copy.
+        device.synchronize()  # the product still reads the copy
         spare.free()
     return out
 

@@ -1,12 +1,53 @@
-"""Which kernel multiplies a given problem."""
+"""Which kernel multiplies a given problem.
+
+`choose` asks, in this order:
+
+1. a measurement of this very problem, the user's own (``cache``) before the package's (``table``):
+   its fastest kernel;
+2. the nearest measured problem of the same types and order that lies within `NEAR`: the time of
+   each kernel there, carried over by the cycle model's ratio of the two problems, so that a last
+   round of tiles that only one of the two fills is accounted for; the least wins;
+3. the cycle model alone (``model``).
+
+Where nothing was measured for an output type and order, measurements of another one stand in,
+kernel by kernel: the tile decides, not what the epilogue writes.
+"""
 
 from __future__ import annotations
 
-from sp24cli.errors import Sp24Error
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING
+
+from sp24cli.errors import BadInputError, Sp24Error
+from sp24cli.kernels import choices
+from sp24cli.kernels.choices import Measured, Problem, Table
 from sp24cli.kernels.manifest import Entry, load
+
+if TYPE_CHECKING:
+    from sp24cli.gpu.device import Device
+
+_LOG = logging.getLogger(__name__)
 
 #: SM cycles a stage takes, by tile N: measured on an H200 where M and N fill it.
 _STEP_CYCLES = {256: 640, 128: 464, 64: 384, 16: 300}
+
+#: The narrowest wgmma.
+_LEAST_N = 8
+
+#: How far a measured problem may lie and still decide, in octaves; see `distance`.
+NEAR = 1.0
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A kernel and, in words, what it was chosen by."""
+
+    kernel: Entry
+    by: str
 
 
 def candidates(a_type: str, out_type: str, order: str) -> list[Entry]:
@@ -24,15 +65,110 @@ def cta_tiles(entry: Entry, m: int, n: int) -> int:
     return -(-m // (entry.tile_m * entry.cluster)) * entry.cluster * -(-n // entry.tile_n)
 
 
-def select(a_type: str, out_type: str, order: str, m: int, n: int, sm_count: int) -> Entry:
-    """The kernel whose rounds of tiles over the SMs take the fewest cycles by K.
+def model_cycles(entry: Entry, m: int, n: int, sm_count: int) -> int:
+    """SM cycles for each stage of K: the rounds of tiles over the SMs times a stage's cycles.
 
     A tile wider than N multiplies padding, a narrower one reads A once more a column of tiles, and
     tiles that do not fill the last round leave SMs idle.
     """
+    rounds = -(-cta_tiles(entry, m, n) // sm_count)
+    # A tile that was never measured counts as the next larger one that was.
+    step = min((n for n in _STEP_CYCLES if n >= entry.tile_n), default=max(_STEP_CYCLES))
+    return rounds * _STEP_CYCLES[step]
 
-    def cycles(entry: Entry) -> tuple[int, int]:
-        rounds = -(-cta_tiles(entry, m, n) // sm_count)
-        return rounds * _STEP_CYCLES[entry.tile_n], entry.tile_n
 
-    return min(candidates(a_type, out_type, order), key=cycles)
+def select(a_type: str, out_type: str, order: str, m: int, n: int, sm_count: int) -> Entry:
+    """The kernel that the cycle model finds fastest."""
+    return min(
+        candidates(a_type, out_type, order),
+        key=lambda entry: (model_cycles(entry, m, n, sm_count), entry.tile_n),
+    )
+
+
+def distance(one: Problem, other: Problem) -> float:
+    """Octaves between two sizes: M and N in full, K by a quarter, for it changes the time of all
+    kernels alike. Fewer tokens than `_LEAST_N` cost as much. Nothing is near an empty problem."""
+    if not (one.m and one.n and one.k):
+        return math.inf
+    return (
+        abs(math.log2(one.m / other.m))
+        + abs(math.log2(max(one.n, _LEAST_N) / max(other.n, _LEAST_N)))
+        + abs(math.log2(one.k / other.k)) / 4
+    )
+
+
+def choose(
+    problem: Problem,
+    sm_count: int,
+    known: Sequence[tuple[str, Table]],
+) -> Choice:
+    """The kernel for a problem, by what was measured and by the model; see the module's head.
+
+    ``known`` are tables of this kind of GPU with their names, the first to be trusted most.
+    """
+    by_name = {e.name: e for e in candidates(problem.type, problem.out, problem.order)}
+    near: list[tuple[float, int, str, Problem, dict[str, float]]] = []
+    for rank, (name, table) in enumerate(known):
+        for row, times in _applying(problem, table, by_name):
+            if row.problem == problem and times:
+                return Choice(by_name[min(times, key=lambda kernel: times[kernel])], name)
+            apart = distance(problem, row.problem)
+            if times and apart <= NEAR:
+                near.append((apart, rank, name, row.problem, times))
+    if near:
+        _, _, name, there, times = min(near, key=lambda found: found[:2])
+
+        def carried(kernel: str) -> float:
+            entry = by_name[kernel]
+            here = model_cycles(entry, problem.m, problem.n, sm_count)
+            return times[kernel] * here / model_cycles(entry, there.m, there.n, sm_count)
+
+        best = min(times, key=carried)
+        return Choice(by_name[best], f"{name}, from {there.m}x{there.n}x{there.k}")
+    entry = select(problem.type, problem.out, problem.order, problem.m, problem.n, sm_count)
+    return Choice(entry, "model")
+
+
+def _applying(
+    problem: Problem, table: Table, by_name: dict[str, Entry]
+) -> Iterator[tuple[Measured, dict[str, float]]]:
+    """What ``table`` says of the candidates: its rows of the same types and order, with the times
+    of the kernels that exist; failing these, rows of another output or order."""
+
+    def rows(fits: Callable[[Problem], bool]) -> list[Measured]:
+        return [row for row in table.measured if fits(row.problem)]
+
+    kind = (problem.type, problem.out, problem.order)
+    same = rows(lambda p: (p.type, p.out, p.order) == kind)
+    for row in same or rows(lambda p: p.type == problem.type):
+        times = {_sibling(name, row.problem, problem): us for name, us in row.times.items()}
+        yield row, {name: us for name, us in times.items() if name in by_name}
+
+
+def _sibling(name: str, measured: Problem, wanted: Problem) -> str:
+    """The kernel that differs from ``name`` in output type and order alone."""
+    return name.replace(f"_{measured.out}_{measured.order}_", f"_{wanted.out}_{wanted.order}_", 1)
+
+
+@lru_cache(maxsize=4096)
+def chosen(device: Device, problem: Problem) -> Choice:
+    """`choose` by what is known of this device: the user's cache, then the package's table."""
+    return choose(problem, device.sm_count, known(device))
+
+
+@cache
+def known(device: Device) -> tuple[tuple[str, Table], ...]:
+    """The tables for this device, by name. A cache that cannot be read is warned of and left."""
+    found = [("table", table) for table in choices.shipped() if table.gpu == device.name]
+    try:
+        cached = choices.read_cache(choices.cache_path(device.uuid, load().sha256))
+    except BadInputError as error:
+        _LOG.warning("sp24: warning: choices of kernels ignored: %s", error)
+        cached = None
+    return (("cache", cached), *found) if cached is not None else tuple(found)
+
+
+def forget() -> None:
+    """Read the tables anew at the next choice."""
+    known.cache_clear()
+    chosen.cache_clear()

@@ -10,6 +10,7 @@ from sp24cli.bits import NUMBER_TYPES
 from sp24cli.checkpoint.header import TensorEntry
 from sp24cli.checkpoint.packedfile import PackedFile, is_packed, user_metadata
 from sp24cli.checkpoint.reader import SafetensorsFile
+from sp24cli.checkpoint.sharded import open_tensors
 from sp24cli.ops.plan import is_24
 from sp24cli.ops.report import document, scale_text
 from sp24cli.ops.stream import Meter, Progress
@@ -66,10 +67,10 @@ def inspect_file(path: Path, *, progress: Progress | None = None) -> InspectRepo
     Raises:
         BadInputError: a malformed file, or a packed one that this version does not know.
     """
-    with SafetensorsFile(path) as file:
+    with open_tensors(path) as file:
         packed: tuple[PackedTensor, ...] = ()
         entries = file.header.entries
-        if is_packed(file.metadata):
+        if any(is_packed(part.metadata) for part in file.parts()):
             with PackedFile(path) as packed_file:
                 packed = tuple(_packed_tensor(packed_file, name) for name in packed_file.packed)
                 entries = packed_file.others

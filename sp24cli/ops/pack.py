@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,11 +12,27 @@ from sp24cli import scaling
 from sp24cli.bits import Array, widen
 from sp24cli.checkpoint.reader import SafetensorsFile
 from sp24cli.errors import BadInputError
-from sp24cli.ops.plan import tensor_label
+from sp24cli.ops.plan import not_finite, tensor_label
 from sp24cli.ops.stream import bands, map_bands
 from sp24cli.optypes import BLOCK_ROWS
 from sp24cli.packed import PackedMatrix, PackInfo, QuantStats, pack_rows
-from sp24cli.sparsity import prune_24
+from sp24cli.pruning import permute
+from sp24cli.sparsity import find_nonfinite, prune_24
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """In which ``order`` (int32 [K]) the columns are packed, None for the file's, and what
+    prunes them then: ``pruner`` of a first row and the rows from it, None for magnitude."""
+
+    order: Array | None = None
+    pruner: Callable[[int, Array], Array] | None = None
+
+    def columns(self, dense: Array) -> Array:
+        return dense if self.order is None else permute.apply(dense, self.order)
+
+    def prune(self, start: int, dense: Array) -> Array:
+        return prune_24(dense) if self.pruner is None else self.pruner(start, dense)
 
 
 @dataclass(frozen=True)
@@ -34,17 +50,27 @@ class Band:
     energy: float | None
 
 
-def tensor_scale(file: SafetensorsFile, name: str, info: PackInfo, *, workers: int) -> Array | None:
+def tensor_scale(
+    file: SafetensorsFile,
+    name: str,
+    info: PackInfo,
+    *,
+    workers: int,
+    arrange: Arrangement | None = None,
+) -> Array | None:
     """The scale of a whole tensor, from a pass over it; None for kinds that a band decides.
 
-    Pruning does not change it: the largest magnitude of a group is always kept. NaN and
+    Pruning by magnitude does not change it: the largest of a group is always kept. NaN and
     infinity are found, and named, when the rows are packed.
     """
     if info.scale.kind != "tensor":
         return None
 
     def largest(start: int, stop: int) -> Array:
-        found = scaling.amax(file.array(name, slice(start, stop)), info.scale)
+        dense = file.array(name, slice(start, stop))
+        if arrange is not None and arrange.pruner is not None:
+            dense = arrange.prune(start, arrange.columns(dense))
+        found = scaling.amax(dense, info.scale)
         file.drop_cache(name, slice(start, stop))
         return found
 
@@ -61,28 +87,34 @@ def pack_bands(
     *,
     prune: bool,
     workers: int,
+    arrange: Arrangement | None = None,
 ) -> Iterator[Band]:
     """The packed tensor ``name`` of a dense file, in order.
 
-    ``info`` says how, ``scale`` is what `tensor_scale` gave; ``prune`` makes it 2:4 first.
+    ``info`` says how, ``scale`` is what `tensor_scale` gave; ``prune`` makes it 2:4 first, as
+    ``arrange`` says. The bands themselves have no `PackedMatrix.perm`.
 
     Raises:
         BadInputError: with file and tensor, and the row and column of a NaN or infinity, or the
             row and group of one that is not 2:4.
     """
     rows, columns = info.shape
+    arrange = arrange or _PLAIN
 
     def pack(start: int, stop: int) -> Band:
         dense = file.array(name, slice(start, stop))
-        band_info = replace(info, shape=dense.shape)
+        band_info = replace(info, shape=dense.shape, permuted=False)
         band_scale = scale
+        energy = _energy(dense) if prune else None
+        # Named here, by its own column, what permuting would move and other methods could prune.
+        if arrange is not _PLAIN and (place := find_nonfinite(dense)) is not None:
+            raise not_finite(tensor_label(file, name), dense, start, place)
+        dense = arrange.columns(dense)
+        if prune:
+            dense = arrange.prune(start, dense)
         if scale is None and info.scale.kind != "none":
             largest = scaling.amax(dense, info.scale)
             band_scale = scaling.scales_from_amax(largest, info.optype.max_finite)
-        energy = None
-        if prune:
-            energy = _energy(dense)
-            dense = prune_24(dense)
         into = PackedMatrix.empty(band_info, band_scale)
         try:
             stats = pack_rows(dense, into, first_row=start)
@@ -93,6 +125,9 @@ def pack_bands(
 
     step = math.lcm(BLOCK_ROWS, info.scale.row_step)
     return map_bands(pack, bands(rows, columns, multiple=step), columns, workers)
+
+
+_PLAIN = Arrangement()
 
 
 def _energy(dense: Array) -> float:

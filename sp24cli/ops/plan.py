@@ -6,7 +6,10 @@ from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Protocol
+
+import numpy as np
 
 from sp24cli.bits import Array
 from sp24cli.checkpoint import header
@@ -14,14 +17,29 @@ from sp24cli.checkpoint.header import TensorEntry, TensorSpec
 from sp24cli.checkpoint.names import Selection
 from sp24cli.checkpoint.packedfile import is_packed
 from sp24cli.checkpoint.reader import SafetensorsFile
+from sp24cli.checkpoint.stacks import expert_names, join
 from sp24cli.checkpoint.writer import StreamingWriter
 from sp24cli.errors import BadInputError
 from sp24cli.ops.report import Skipped
 from sp24cli.ops.stream import Meter, bands
-from sp24cli.sparsity import find_violation
+from sp24cli.pruning import permute
+from sp24cli.pruning.pattern import TWO_OF_FOUR, Pattern, find_crowded
+from sp24cli.sparsity import GROUP, find_violation
+
+#: As an output: the operation is only to say what it would write, by `Announced`.
+ANNOUNCE = Path("nothing is written")
 
 #: Bytes of a tensor that are copied at a time.
 _COPY_BYTES = 1 << 24
+
+
+class Announced(Exception):
+    """Ends an operation whose output is `ANNOUNCE`, before its work; ``header`` is that of the
+    file it would write."""
+
+    def __init__(self, header: header.Header) -> None:
+        super().__init__()
+        self.header = header
 
 
 @dataclass(frozen=True)
@@ -32,14 +50,28 @@ class Plan:
     skipped: tuple[Skipped, ...]
 
 
-def make_plan(file: SafetensorsFile, selection: Selection) -> Plan:
-    """Decide on every tensor of a dense ``file``; `BadInputError` when it is a packed one."""
+def make_plan(file: SafetensorsFile, selection: Selection, *, group: int = GROUP) -> Plan:
+    """Decide on every tensor of a dense ``file``; `BadInputError` when it is a packed one.
+
+    K must be a multiple of ``group``. Stacks that are taken are split into their experts, of
+    which the file and the plan then speak.
+    """
     if is_packed(file.metadata):
         raise BadInputError(f"{header.label(file.path)}: is packed already; see sp24 unpack")
     chosen: list[TensorEntry] = []
     skipped: list[Skipped] = []
+    taken = [
+        e.name
+        for e in file.header.entries
+        if len(e.shape) == 3 and selection.decide(e.name, e, group) is None
+    ]
+    file.split(taken)
+    experts = {name for stack in taken for name in expert_names(stack, file.stacks[stack])}
     for entry in file.header.entries:
-        reason = selection.decide(entry.name, entry)
+        if entry.name in experts:
+            chosen.append(entry)
+            continue
+        reason = selection.decide(entry.name, entry, group)
         if reason is None:
             chosen.append(entry)
         else:
@@ -69,6 +101,33 @@ class _DryRun:
         pass
 
 
+class _StackSink:
+    """Writes the experts of a stack one after the other into the stack's tensor."""
+
+    def __init__(self, inner: AbstractContextManager[Sink], renamed: Mapping[str, str]) -> None:
+        self._inner = inner
+        self._renamed = renamed
+
+    def __enter__(self) -> Sink:
+        self._sink = self._inner.__enter__()
+        self.header = self._sink.header
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._inner.__exit__(kind, error, trace)
+
+    def write(self, name: str, data: Array | memoryview) -> None:
+        target = self._renamed.get(name)
+        if target is not None and not isinstance(data, memoryview):
+            data = np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
+        self._sink.write(target or name, data)
+
+
 def open_sink(
     output: Path | None,
     entries: Iterable[TensorSpec],
@@ -76,8 +135,20 @@ def open_sink(
     *,
     source: Path,
     overwrite: bool,
+    stacks: Mapping[str, int] | None = None,
 ) -> AbstractContextManager[Sink]:
-    """A writer of ``output``, or what stands for it when that is None."""
+    """A writer of ``output``, or what stands for it when that is None; see also `ANNOUNCE`.
+
+    Of ``stacks``, the experts among the ``entries`` are written as one tensor again; they must
+    come in order.
+    """
+    if stacks:
+        entries, renamed = join(entries, stacks)
+        return _StackSink(
+            open_sink(output, entries, metadata, source=source, overwrite=overwrite), renamed
+        )
+    if output is ANNOUNCE:
+        raise Announced(_DryRun(entries, metadata).header)
     if output is None:
         return nullcontext(_DryRun(entries, metadata))
     return StreamingWriter(output, entries, metadata, forbid=[source], overwrite=overwrite)
@@ -93,14 +164,50 @@ def copy_tensor(file: SafetensorsFile, name: str, sink: Sink, meter: Meter) -> N
     file.drop_cache(name)
 
 
-def is_24(file: SafetensorsFile, entry: TensorEntry) -> bool:
-    """Whether a matrix of a file, K a multiple of 4, is 2:4; reads no further than it must."""
+def is_24(file: SafetensorsFile, entry: TensorEntry, order: Array | None = None) -> bool:
+    """Whether a matrix of a file, K a multiple of 4, is 2:4; reads no further than it must.
+
+    In the ``order`` of its columns, or that which the file itself has for it.
+    """
+    return has_pattern(
+        file, entry, TWO_OF_FOUR, stored_order(file, entry) if order is None else order
+    )
+
+
+def has_pattern(
+    file: SafetensorsFile, entry: TensorEntry, pattern: Pattern, order: Array | None
+) -> bool:
+    """Whether a matrix of a file has ``pattern`` with its columns in ``order``."""
     for start, stop in bands(*entry.shape):
-        violation = find_violation(file.array(entry.name, slice(start, stop)))
+        dense = file.array(entry.name, slice(start, stop))
+        if order is not None:
+            dense = permute.apply(dense, order)
+        if pattern == TWO_OF_FOUR:
+            violation = find_violation(dense)
+        else:
+            violation = find_crowded(dense, pattern)
         file.drop_cache(entry.name, slice(start, stop))
         if violation is not None:
             return False
     return True
+
+
+def stored_order(file: SafetensorsFile, entry: TensorEntry) -> Array | None:
+    """The order of the columns in which ``X.weight`` is 2:4, where the file has one for it:
+    ``X.weight_perm``, int32 [K].
+
+    Raises:
+        BadInputError: it is no permutation of the columns.
+    """
+    found = file.header.by_name.get(f"{entry.name}_perm")
+    if found is None or found.dtype != "I32":
+        return None
+    order = file.array(found.name)
+    try:
+        permute.check_order(order, entry.shape[1])
+    except BadInputError as fault:
+        raise BadInputError(f"{tensor_label(file, found.name)}: {fault}") from fault
+    return order
 
 
 def tensor_label(file: SafetensorsFile, name: str) -> str:

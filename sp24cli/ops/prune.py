@@ -1,32 +1,40 @@
-"""Prune the weights of one safetensors file to 2:4 by magnitude."""
+"""Prune the weights of one safetensors file, to 2:4 by magnitude unless a `Choice` says else."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from sp24cli.bits import Array
 from sp24cli.checkpoint.header import TensorEntry
 from sp24cli.checkpoint.names import Selection
 from sp24cli.checkpoint.reader import SafetensorsFile
+from sp24cli.formats.dequantized import open_dense
+from sp24cli.ops.choose import Choice, Chooser, Losses, TensorChoice
 from sp24cli.ops.plan import Sink, copy_tensor, make_plan, not_finite, open_sink, tensor_label
 from sp24cli.ops.report import Skipped, document, share
 from sp24cli.ops.stream import Meter, Progress, bands, default_workers, map_bands
-from sp24cli.sparsity import find_nonfinite, kept_energy, prune_24
+from sp24cli.sparsity import find_nonfinite
 
 
 @dataclass(frozen=True)
 class PrunedTensor:
-    """One pruned weight; ``kept_energy`` is the share of its sum of squares that is left."""
+    """One pruned weight; ``kept_energy`` is the share of its sum of squares, ``energy``, that is
+    left. ``method`` is "given" where a calibrated method or a search found the pattern there;
+    ``weighted_error`` is the share of the outputs' energy that is lost, by the norms or Hessian;
+    ``permuted`` says that the pattern holds in the order of ``X.weight_perm``."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     kept_energy: float
+    energy: float
+    method: str
+    weighted_error: float | None
+    permuted: bool
 
 
 @dataclass(frozen=True)
@@ -36,6 +44,8 @@ class PruneReport:
 
     source: str
     output: str | None
+    method: str
+    pattern: str
     tensors: tuple[PrunedTensor, ...]
     skipped: tuple[Skipped, ...]
     kept_energy: float
@@ -49,66 +59,101 @@ def prune_file(
     source: Path,
     output: Path | None,
     *,
+    choice: Choice | None = None,
     selection: Selection | None = None,
+    dequantize_fp8: str | None = None,
+    siblings: Sequence[Path] = (),
     workers: int | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> PruneReport:
     """Write ``source`` to ``output`` with its selected weights pruned, all else as it is.
 
+    ``choice`` says how (None: 2:4 by magnitude). Weights stay in their order; where they are
+    pruned in another, ``X.weight_perm`` is written beside them, or was there.
     ``output`` None is a dry run: all is read and measured, nothing written. Memory holds a few
     row bands. The result does not depend on ``workers`` (None: one a CPU, at most 8).
+    ``dequantize_fp8`` as in `quantize_file`.
 
     Raises:
         BadInputError: a malformed file; NaN or infinity in a selected weight, with its place.
         Sp24Error: the output may not or cannot be written.
     """
     workers = workers or default_workers()
-    with SafetensorsFile(source) as file:
-        plan = make_plan(file, selection or Selection())
+    selection = selection or Selection()
+    choice = choice or Choice()
+    with open_dense(source, selection, dequantize_fp8, siblings) as file:
+        plan = make_plan(file, selection, group=choice.pattern.group)
         entries = file.header.entries
-        meter = Meter(sum(e.nbytes for e in entries), progress)
-        metadata = {"format": "pt", **file.metadata}
-        with open_sink(
-            output, (e.spec for e in entries), metadata, source=source, overwrite=overwrite
-        ) as sink:
-            energies = [_prune_tensor(file, e, sink, meter, workers) for e in plan.chosen]
-            for item in plan.skipped:
-                copy_tensor(file, item.name, sink, meter)
+        with Chooser(choice, file, plan.chosen) as chooser:
+            specs = [*(e.spec for e in entries), *chooser.new_tensors(plan.chosen)]
+            meter = Meter(sum(e.nbytes for e in entries), progress)
+            metadata = {"format": "pt", **file.metadata}
+            with open_sink(
+                output, specs, metadata, source=source, overwrite=overwrite, stacks=file.stacks
+            ) as sink:
+                tensors: list[PrunedTensor] = []
+                losses: list[Losses] = []
+                for entry in plan.chosen:
+                    how = chooser.tensor(entry, workers=workers)
+                    losses.append(_prune_tensor(file, entry, how, sink, meter, workers))
+                    tensors.append(_pruned(entry, how, losses[-1]))
+                for item in plan.skipped:
+                    copy_tensor(file, item.name, sink, meter)
+    whole = Losses.merge(losses)
     return PruneReport(
         source=str(source),
         output=None if output is None else str(output),
-        tensors=tuple(
-            PrunedTensor(e.name, e.dtype, e.shape, share(*energy))
-            for e, energy in zip(plan.chosen, energies, strict=True)
-        ),
+        method=choice.method,
+        pattern=str(choice.pattern),
+        tensors=tuple(tensors),
         skipped=plan.skipped,
-        kept_energy=share(math.fsum(k for k, _ in energies), math.fsum(t for _, t in energies)),
+        kept_energy=share(whole.kept, whole.total),
         output_bytes=sink.header.file_bytes,
     )
 
 
+def _pruned(entry: TensorEntry, how: TensorChoice, losses: Losses) -> PrunedTensor:
+    return PrunedTensor(
+        name=entry.name,
+        dtype=entry.dtype,
+        shape=entry.shape,
+        kept_energy=share(losses.kept, losses.total),
+        energy=losses.total,
+        method=how.method,
+        weighted_error=losses.weighted_error,
+        permuted=how.order is not None,
+    )
+
+
 def _prune_tensor(
-    file: SafetensorsFile, entry: TensorEntry, sink: Sink, meter: Meter, workers: int
-) -> tuple[float, float]:
-    """Write one pruned tensor; its energy (kept, in all)."""
+    file: SafetensorsFile,
+    entry: TensorEntry,
+    how: TensorChoice,
+    sink: Sink,
+    meter: Meter,
+    workers: int,
+) -> Losses:
+    """Write one pruned tensor, and its new order if it has one."""
     rows, columns = entry.shape
 
-    def prune_band(start: int, stop: int) -> tuple[Array, float, float]:
+    def prune_band(start: int, stop: int) -> tuple[Array, Losses]:
         dense = file.array(entry.name, slice(start, stop))
-        pruned = prune_24(dense)
-        with np.errstate(over="ignore", invalid="ignore"):
-            kept, total = kept_energy(dense, pruned)
+        pruned, losses = how.band(dense)
         # The sum is finite when all values are (but for squares beyond f64), so the search
         # costs nothing as a rule.
-        if not math.isfinite(total) and (place := find_nonfinite(dense)) is not None:
+        if not math.isfinite(losses.total) and (place := find_nonfinite(dense)) is not None:
             raise not_finite(tensor_label(file, entry.name), dense, start, place)
         file.drop_cache(entry.name, slice(start, stop))
-        return pruned, kept, total
+        return pruned, losses
 
-    sums: list[tuple[float, float]] = []
-    for pruned, kept, total in map_bands(prune_band, bands(rows, columns), columns, workers):
+    if how.searched:
+        assert how.order is not None
+        sink.write(f"{entry.name}_perm", how.order)
+    parts: list[Losses] = []
+    ranges = bands(rows, columns)
+    for pruned, losses in map_bands(prune_band, ranges, columns, workers, share=how.share):
         sink.write(entry.name, pruned)
         meter.add(pruned.nbytes)
-        sums.append((kept, total))
-    return math.fsum(k for k, _ in sums), math.fsum(t for _, t in sums)
+        parts.append(losses)
+    return Losses.merge(parts)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,13 +14,17 @@ from sp24cli.checkpoint.names import Selection
 from sp24cli.checkpoint.packedfile import merge_metadata, part_entries
 from sp24cli.checkpoint.reader import SafetensorsFile
 from sp24cli.errors import BadInputError
+from sp24cli.formats.dequantized import open_dense
 from sp24cli.fp8 import Overflow
-from sp24cli.ops.pack import pack_bands, tensor_scale
+from sp24cli.ops.choose import Choice, Chooser
+from sp24cli.ops.histogram import Spread
+from sp24cli.ops.pack import Arrangement, pack_bands, tensor_scale
 from sp24cli.ops.plan import Sink, copy_tensor, make_plan, open_sink
 from sp24cli.ops.report import Skipped, document, scale_text, share
 from sp24cli.ops.stream import Meter, Progress, default_workers
 from sp24cli.optypes import OperandType
-from sp24cli.packed import Layout, PackInfo, QuantStats
+from sp24cli.packed import Layout, PackInfo, Pruned, QuantStats
+from sp24cli.pruning.pattern import TWO_OF_FOUR
 from sp24cli.scaling import ScaleSpec
 
 
@@ -29,7 +35,8 @@ class QuantizedTensor:
     ``kept`` counts the nonzero ones, ``clipped`` those past the type's range, ``underflowed``
     those whose code is zero. ``snr_db`` is infinite without any error. ``kept_energy`` is the
     share of the sum of squares that pruning left, None where the weight was 2:4 already by the
-    caller's word.
+    caller's word. ``scale_min`` and ``scale_max`` are None where there is no scale;
+    ``histogram`` is that of `code_histogram`, empty unless asked for.
     """
 
     name: str
@@ -42,6 +49,9 @@ class QuantizedTensor:
     clipped: int
     underflowed: int
     kept_energy: float | None
+    scale_min: float | None
+    scale_max: float | None
+    histogram: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -73,17 +83,28 @@ def quantize_file(
     overflow: Overflow = "satfinite",
     layout: Layout = "row",
     prune: bool = False,
+    choice: Choice | None = None,
     selection: Selection | None = None,
+    dequantize_fp8: str | None = None,
+    siblings: Sequence[Path] = (),
+    histograms: bool = False,
     workers: int | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> QuantizeReport:
     """Write ``source`` to ``output`` with its selected weights packed, all else as it is.
 
-    ``prune`` makes them 2:4 by magnitude first; without it they must be. ``output`` None is a
+    ``prune`` makes them 2:4 first, as ``choice`` says (2:4 alone, by magnitude or wanda, whose
+    kept values are those of the file); without it they must be, in the order of
+    ``X.weight_perm`` where the file has that. ``output`` None is a
     dry run: all is read and measured, nothing written. Memory holds a few row bands; a scale by
     tensor reads each tensor twice. The result does not depend on ``workers`` (None: one a CPU,
     at most 8).
+
+    ``dequantize_fp8`` ("BF16", "F16", "F32") takes the FP8 weights too, as code * scale rounded
+    once to that dtype; their scales go. ``siblings`` are the other files of a checkpoint, where
+    those scales, or the weights of the scales that are here, may lie. ``histograms`` asks for
+    those of the codes.
 
     Raises:
         BadInputError: a malformed or packed file; in a selected weight NaN or infinity (with
@@ -91,34 +112,47 @@ def quantize_file(
         Sp24Error: the output may not or cannot be written.
     """
     workers = workers or default_workers()
-    with SafetensorsFile(source) as file:
-        plan = make_plan(file, selection or Selection())
+    selection = selection or Selection()
+    choice = choice or Choice()
+    if choice.pattern != TWO_OF_FOUR or choice.method == "sparsegpt":
+        raise ValueError("only 2:4 with the values of the file can be packed at once")
+    pruned: Pruned = choice.method if prune else "given"
+    with ExitStack() as stack:
+        file = stack.enter_context(open_dense(source, selection, dequantize_fp8, siblings))
+        plan = make_plan(file, selection)
+        chooser = stack.enter_context(Chooser(choice if prune else Choice(), file, plan.chosen))
+        permuted = {e.name for e in plan.chosen if chooser.permuted(e)}
+        orders = {f"{name}_perm" for name in permuted}
+        skipped = tuple(item for item in plan.skipped if item.name not in orders)
         infos = {
             e.name: PackInfo(
                 shape=(e.shape[0], e.shape[1]),
                 source_dtype=e.dtype,
                 type=optype.name,
                 scale=spec,
-                pruned="magnitude" if prune else "given",
+                pruned=pruned,
                 layout=layout,
                 overflow=overflow,
+                permuted=e.name in permuted,
             )
             for e in plan.chosen
         }
-        entries = _output_entries(source, plan.skipped, infos)
+        entries = _output_entries(source, skipped, infos)
         passes = 2 if spec.kind == "tensor" else 1
         meter = Meter(
             sum(e.nbytes for e in file.header.entries)
             + (passes - 1) * sum(e.nbytes for e in plan.chosen),
             progress,
         )
-        metadata = merge_metadata(file.metadata, infos)
+        metadata = merge_metadata(file.metadata, infos, file.stacks)
         with open_sink(output, entries, metadata, source=source, overwrite=overwrite) as sink:
             tensors = tuple(
-                _quantize_tensor(file, e, infos[e.name], sink, meter, prune, workers)
+                _quantize_tensor(
+                    file, e, infos[e.name], chooser, sink, meter, prune, histograms, workers
+                )
                 for e in plan.chosen
             )
-            for item in plan.skipped:
+            for item in skipped:
                 copy_tensor(file, item.name, sink, meter)
         return QuantizeReport(
             source=str(source),
@@ -127,9 +161,9 @@ def quantize_file(
             scale=scale_text(spec),
             layout=layout,
             overflow=overflow,
-            pruned="magnitude" if prune else "given",
+            pruned=pruned,
             tensors=tensors,
-            skipped=plan.skipped,
+            skipped=skipped,
             source_bytes=file.header.file_bytes,
             output_bytes=sink.header.file_bytes,
         )
@@ -155,27 +189,37 @@ def _quantize_tensor(
     file: SafetensorsFile,
     entry: TensorEntry,
     info: PackInfo,
+    chooser: Chooser,
     sink: Sink,
     meter: Meter,
     prune: bool,
+    histograms: bool,
     workers: int,
 ) -> QuantizedTensor:
     """Write the parts of one tensor, band by band."""
     name = entry.name
-    scale = tensor_scale(file, name, info, workers=workers)
+    how = chooser.tensor(entry, workers=workers)
+    arrange = None
+    if how.order is not None or how.method == "wanda":
+        arrange = Arrangement(how.order, lambda start, dense: how.prune(dense))
+    scale = tensor_scale(file, name, info, workers=workers, arrange=arrange)
+    if how.order is not None:
+        sink.write(f"{name}_perm", how.order)
     if scale is not None:
         sink.write(f"{name}_scale", scale)
         meter.add(entry.nbytes)
     stats: list[QuantStats] = []
+    spread = Spread(histogram=histograms)
     totals: list[float] = []
-    for band in pack_bands(file, name, info, scale, prune=prune, workers=workers):
-        parts = {part: getattr(band.packed, part) for part in info.parts()}
+    for band in pack_bands(file, name, info, scale, prune=prune, workers=workers, arrange=arrange):
+        parts = {part: getattr(band.packed, part) for part in band.packed.info.parts()}
         if scale is not None:
             del parts["scale"]
         for part, array in parts.items():
             sink.write(f"{name}_{part}", array)
         meter.add((band.stop - band.start) * (entry.nbytes // entry.shape[0]))
         stats.append(band.stats)
+        spread.add(band.packed)
         if band.energy is not None:
             totals.append(band.energy)
     merged = QuantStats.merge(stats)
@@ -190,4 +234,7 @@ def _quantize_tensor(
         clipped=merged.clipped,
         underflowed=merged.underflowed,
         kept_energy=share(merged.signal_energy, math.fsum(totals)) if prune else None,
+        scale_min=spread.scale_min,
+        scale_max=spread.scale_max,
+        histogram=spread.histogram,
     )

@@ -27,6 +27,12 @@ def scale_text(spec: ScaleSpec) -> str:
     return spec.kind if spec.block is None else f"{spec.kind} {spec.block[0]}x{spec.block[1]}"
 
 
+def parse_scale(text: str) -> ScaleSpec:
+    """The kind of scale that `scale_text` has named so."""
+    kind, _, block = text.partition(" ")
+    return ScaleSpec.parse(kind, block or None)
+
+
 def share(part: float, whole: float) -> float:
     """``part / whole``; of nothing, all of it."""
     return part / whole if whole else 1.0

@@ -9,9 +9,11 @@ from typing import Any
 from sp24cli.bits import Array
 from sp24cli.checkpoint.header import DTYPES, TensorSpec
 from sp24cli.checkpoint.packedfile import PackedFile
-from sp24cli.ops.plan import Sink, copy_tensor, open_sink
+from sp24cli.errors import BadInputError
+from sp24cli.ops.plan import Sink, copy_tensor, open_sink, tensor_label
 from sp24cli.ops.report import document, scale_text
 from sp24cli.ops.stream import Meter, Progress, bands, default_workers, map_bands
+from sp24cli.pruning import permute
 
 #: What a dense weight can become, by the name a user gives: safetensors dtypes.
 DENSE_TYPES = {"bf16": "BF16", "f16": "F16", "f32": "F32"}
@@ -56,7 +58,8 @@ def unpack_file(
 
     A value is code * scale rounded once to ``dtype`` ("bf16", "f16", "f32"; None: what the
     original was, f32 for f64). With ``codes`` the weight is the codes themselves, and
-    ``X.weight_scale`` stays beside ``X.weight``.
+    ``X.weight_scale`` stays beside ``X.weight``. Permuted columns go back to their places;
+    ``X.weight_perm`` stays beside the weight, which is 2:4 in that order.
 
     Raises:
         BadInputError: not a packed file, or one that this version does not know.
@@ -75,19 +78,33 @@ def unpack_file(
             )
             if codes and info.optype.scaled:
                 entries.append(file.entry(f"{name}_scale").spec)
+            if info.permuted:
+                if codes and info.scale.kind == "block":
+                    raise BadInputError(
+                        f"{tensor_label(file, name)}: is permuted: in the order of the original "
+                        "no block scales go with its codes"
+                    )
+                entries.append(file.entry(f"{name}_perm").spec)
         meter = Meter(sum(entry.nbytes for entry in file.header.entries), progress)
         with open_sink(
-            output, entries, packed.metadata, source=source, overwrite=overwrite
+            output,
+            entries,
+            packed.metadata,
+            source=source,
+            overwrite=overwrite,
+            stacks=packed.stacks,
         ) as sink:
             for tensor in tensors:
                 if codes and packed.packed[tensor.name].optype.scaled:
                     copy_tensor(file, f"{tensor.name}_scale", sink, meter)
+                if packed.packed[tensor.name].permuted:
+                    copy_tensor(file, f"{tensor.name}_perm", sink, meter)
                 _unpack_tensor(packed, tensor, sink, codes, workers)
                 meter.add(
                     sum(
                         file.entry(f"{tensor.name}_{part}").nbytes
                         for part in packed.packed[tensor.name].parts()
-                        if not (codes and part == "scale")
+                        if not (codes and part == "scale") and part != "perm"
                     )
                 )
             for entry in packed.others:
@@ -113,12 +130,17 @@ def _unpack_tensor(
     packed: PackedFile, tensor: UnpackedTensor, sink: Sink, codes: bool, workers: int
 ) -> None:
     matrix = packed.load(tensor.name)
+    if matrix.perm is not None:
+        try:
+            permute.check_order(matrix.perm, matrix.shape[1])
+        except BadInputError as fault:
+            raise BadInputError(f"{tensor_label(packed.file, tensor.name)}: {fault}") from fault
     rows, columns = matrix.shape
     dtype = DTYPES[tensor.dtype].numpy
 
     def unpack(start: int, stop: int) -> Array:
         band = matrix.rows(slice(start, stop))
-        return band.codes() if codes else band.dequantize(dtype)
+        return band.original_order(band.codes() if codes else band.dequantize(dtype))
 
     for dense in map_bands(
         unpack, bands(rows, columns, multiple=matrix.row_step), columns, workers

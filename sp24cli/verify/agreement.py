@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from sp24cli import metadata
 from sp24cli.bits import Array, contiguous_bits
 from sp24cli.checkpoint.header import label, quote
 from sp24cli.checkpoint.reader import SafetensorsFile
-from sp24cli.ops.pack import pack_bands, tensor_scale
+from sp24cli.ops.pack import Arrangement, pack_bands, tensor_scale
 from sp24cli.ops.plan import is_24
 from sp24cli.packed import PackedMatrix
 from sp24cli.verify.result import Agreement
@@ -20,7 +22,8 @@ def compare_packing(
     """Pack the original's tensor ``name`` as ``stored.info`` says, compare all of its parts.
 
     The original may be pruned or not: pruning by magnitude leaves a 2:4 matrix as it is, and
-    indices come from the source values either way.
+    indices come from the source values either way. Columns are taken in the stored order.
+    What wanda chose is not known here: of a dense original, the kept places are taken as stored.
 
     Raises:
         BadInputError: the original's tensor holds NaN or infinity.
@@ -34,15 +37,42 @@ def compare_packing(
             f"the original is {entry.dtype} {list(entry.shape)}, "
             f"packed from {info.source_dtype} {list(info.shape)}"
         )
-    scale = tensor_scale(original, name, info, workers=workers)
-    for band in pack_bands(original, name, info, scale, prune=True, workers=workers):
+    arrange = Arrangement(stored.perm) if stored.perm is not None else None
+    chosen = info.pruned == "wanda" and not is_24(original, entry, stored.perm)
+    if chosen:
+        arrange = Arrangement(stored.perm, _keep_as(stored))
+    scale = tensor_scale(original, name, info, workers=workers, arrange=arrange)
+    for band in pack_bands(
+        original, name, info, scale, prune=True, workers=workers, arrange=arrange
+    ):
         part = stored.rows(slice(band.start, band.stop))
         fault = _first_difference(part, band.packed, band.start, info.scale.row_step)
         if fault is not None:
             return Agreement(fault)
-    if info.pruned == "given" and not is_24(original, entry):
+    if chosen:
+        return Agreement(None, f"pruned by {info.pruned}; compared with the mask as it is")
+    if info.pruned == "given" and not is_24(original, entry, stored.perm):
         return Agreement(None, "the original is not 2:4; pruned by magnitude to compare")
     return Agreement(None)
+
+
+def _keep_as(stored: PackedMatrix) -> Callable[[int, Array], Array]:
+    """What keeps, of the rows from a first one on, what ``stored`` keeps of them."""
+
+    def prune(start: int, dense: Array) -> Array:
+        rows, columns = dense.shape
+        step = stored.row_step
+        first = start // step * step
+        stop = min(-(-(start + rows) // step) * step, stored.shape[0])
+        _, meta = stored.rows(slice(first, stop)).row_order()
+        meta = meta[start - first :][:rows]
+        bits = contiguous_bits(dense)
+        kept = np.zeros_like(bits)
+        places = metadata.kept_places(meta, columns)
+        kept.reshape(-1)[places] = bits.reshape(-1)[places]
+        return kept.view(dense.dtype)
+
+    return prune
 
 
 def _first_difference(

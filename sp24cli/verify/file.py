@@ -10,9 +10,12 @@ from typing import Literal
 import numpy as np
 
 from sp24cli.checkpoint.header import TensorEntry, label
+from sp24cli.checkpoint.names import DENSE_DTYPES
 from sp24cli.checkpoint.packedfile import PackedFile, is_packed
 from sp24cli.checkpoint.reader import SafetensorsFile
+from sp24cli.checkpoint.sharded import open_tensors
 from sp24cli.errors import BadInputError, NoGpuError
+from sp24cli.formats.dequantized import DequantizedFile
 from sp24cli.ops.report import scale_text
 from sp24cli.ops.stream import Meter, Progress, bands, default_workers, map_bands
 from sp24cli.packed import PackedMatrix, check_structure
@@ -38,7 +41,7 @@ def verify_file(
     workers: int | None = None,
     progress: Progress | None = None,
 ) -> VerifyReport:
-    """All that can be checked of the packed file ``path``.
+    """All that can be checked of the packed file or checkpoint ``path``.
 
     Structure: parts, legal index pairs, scales, padding. Agreement, with ``against``: mask,
     codes and scales recomputed from the dense original (pruned or not) bit for bit, and all
@@ -54,9 +57,12 @@ def verify_file(
         packed = stack.enter_context(PackedFile(path))
         original = None
         if against is not None:
-            original = stack.enter_context(SafetensorsFile(against))
-            if is_packed(original.metadata):
+            original = stack.enter_context(open_tensors(against))
+            if any(is_packed(part.metadata) for part in original.parts()):
                 raise BadInputError(f"{label(against)}: is packed; --against takes the dense file")
+            original = DequantizedFile(original, lambda entry: _source_dtype(packed, entry))
+            known = original.header.by_name
+            original.split(n for n in packed.stacks if n in known and len(known[n].shape) == 3)
         numerics, used, note = _choose_device(device, workers)
         meter = Meter(sum(entry.nbytes for entry in packed.file.header.entries), progress)
         verdicts = []
@@ -77,6 +83,12 @@ def verify_file(
             passed_through=None if original is None else len(packed.others),
             faults=faults,
         )
+
+
+def _source_dtype(packed: PackedFile, entry: TensorEntry) -> str | None:
+    """What an FP8 weight of the original was read as when it was packed."""
+    info = packed.packed.get(entry.name)
+    return info.source_dtype if info is not None and info.source_dtype in DENSE_DTYPES else None
 
 
 _Numerics = Callable[[PackedMatrix, int], NumericsResult]
@@ -165,6 +177,7 @@ def _compare_others(packed: PackedFile, original: SafetensorsFile, meter: Meter)
             yield f"{entry.name}: differs from the original at its byte {byte}"
         meter.add(entry.nbytes)
     present = {entry.name for entry in packed.others} | packed.packed.keys()
+    present |= {f"{name}_perm" for name, info in packed.packed.items() if info.permuted}
     for name in known:
         if name not in present:
             yield f"{name}: is in the original, not here"

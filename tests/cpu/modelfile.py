@@ -22,10 +22,12 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
     "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
     "F8_E4M3FNUZ": np.dtype(ml_dtypes.float8_e4m3fnuz),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
     "F16": np.dtype("<f2"),
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "F32": np.dtype("<f4"),
     "F64": np.dtype("<f8"),
+    "I32": np.dtype("<i4"),
     "I64": np.dtype("<i8"),
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}

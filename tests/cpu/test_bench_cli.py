@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 
 import pytest
 
+from sp24cli.bench import baseline, report
 from sp24cli.bench.rates import Shape
 from sp24cli.bench.result import BenchResult, Environment, Failure
 from sp24cli.bench.statistics import Settings
@@ -15,6 +17,7 @@ from sp24cli.cli.main import run
 from sp24cli.errors import NoGpuError
 from sp24cli.gpu.device import Device
 from sp24cli.kernels import manifest
+from tests.cpu.benchresult import faster, two_cases
 
 RESULT = BenchResult(
     Environment("2026-01-01", "H200", 132, 1, 1980.0, "CUDA 13.0", "ab", "0", None, {}),
@@ -73,6 +76,13 @@ def test_without_a_gpu_it_is_one_line_and_exit_5(no_gpu, capsys, arguments):
         (["--type", "e5m2"], "e5m2"),
         (["--rounds", "0"], "rounds"),
         (["--json", "-", "--csv", "-"], "only one"),
+        (["--plot", "x.pdf"], "svg, png, html"),
+        (["--plot", "-"], "svg, png, html"),
+        (["--from", "x.json", "--shape", "4x4x4", "--seed", "1"], "with --shape, --seed"),
+        (["x.safetensors", "--from", "x.json"], "--from does not go with PACKED"),
+        (["--from", "x.json", "--tune", "--ceiling"], "with --ceiling, --tune"),
+        (["--tune", "--baseline", "x.json"], "--tune does not go with --baseline"),
+        (["--tune", "--plot", "x.svg"], "--tune does not go with --plot"),
     ],
 )
 def test_usage_errors_come_before_the_gpu(no_gpu, capsys, arguments, message):
@@ -129,3 +139,66 @@ class TestOutput:
 
 def _fail(*_):
     raise OSError("disk full")
+
+
+class TestEarlierResults:
+    @pytest.fixture
+    def earlier(self, tmp_path):
+        path = tmp_path / "old.json"
+        path.write_text(json.dumps(two_cases().to_json()))
+        return path
+
+    def test_from_shows_a_result_without_a_gpu(self, no_gpu, capsys, earlier):
+        assert run(["bench", "--from", str(earlier)]) == 0
+        captured = capsys.readouterr()
+        assert captured.out == report.table(two_cases()) + "\n"
+        assert captured.err == ""
+
+    def test_from_writes_every_format(self, no_gpu, capsys, earlier, tmp_path):
+        files = {kind: tmp_path / f"new.{kind}" for kind in ("json", "csv", "md")}
+        plots = [tmp_path / f"new.{kind}" for kind in ("svg", "PNG", "html")]
+        options = [text for kind, file in files.items() for text in (f"--{kind}", str(file))]
+        for plot in plots:
+            assert run(["bench", "--from", str(earlier), *options, "--plot", str(plot)]) == 0
+        assert files["json"].read_text() == json.dumps(two_cases().to_json(), indent=2) + "\n"
+        assert files["md"].read_text() == report.markdown(two_cases())
+        assert files["csv"].read_text() == report.comma_separated(two_cases())
+        heads = [plot.read_bytes()[:15] for plot in plots]
+        assert heads[0].startswith(b"<?xml")
+        assert heads[1].startswith(b"\x89PNG")
+        assert heads[2] == b"<!DOCTYPE html>"
+
+    def test_a_baseline_follows_the_tables(self, no_gpu, capsys, earlier, tmp_path):
+        newer = tmp_path / "new.json"
+        moved = replace(two_cases(), cases=(faster(two_cases().cases[0], 1.25),))
+        newer.write_text(json.dumps(moved.to_json()))
+        arguments = ["bench", "--from", str(newer), "--baseline", str(earlier)]
+        assert run([*arguments, "--md", str(tmp_path / "r.md")]) == 0
+        out = capsys.readouterr().out
+        expected = "\n".join(baseline.lines(baseline.compare(two_cases(), moved)))
+        assert out.endswith(f"\n\n{expected}\n")
+        assert "+25.0%" in expected
+        assert f"```text\n{expected}\n```\n" in (tmp_path / "r.md").read_text()
+
+    def test_a_baseline_that_cannot_be_read_is_said_before_the_gpu(self, no_gpu, capsys, tmp_path):
+        (tmp_path / "x.json").write_text("{}")
+        for option in ("--baseline", "--from"):
+            assert run(["bench", option, str(tmp_path / "x.json")]) == 4
+            assert "not a result of sp24 bench --json" in capsys.readouterr().err
+
+    def test_a_plot_without_matplotlib_is_said_before_the_gpu(self, no_gpu, capsys, monkeypatch):
+        monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+        assert run(["bench", "--plot", "x.svg"]) == 1
+        assert "pip install 'sp24[plot]'" in capsys.readouterr().err
+
+    def test_a_run_without_figures_has_no_plot_but_its_own_error(
+        self, monkeypatch, capsys, tmp_path
+    ):
+        failed = replace(RESULT, failures=(Failure(Shape(4, 4, 4), "fault 3", 3),))
+        monkeypatch.setattr(Device, "open", lambda: object())
+        monkeypatch.setattr("sp24cli.gpu.telemetry.Telemetry", lambda device: None)
+        monkeypatch.setattr("sp24cli.bench.run.run", lambda *a, **k: failed)
+        plot = tmp_path / "x.svg"
+        assert run(["bench", "--shape", "4x4x4", "--plot", str(plot)]) == 3
+        assert capsys.readouterr().err == "sp24: error: fault 3\n"
+        assert not plot.exists()

@@ -490,7 +490,7 @@ def test_info_as_json() -> None:
         ("type", "e2m1", "unknown operand type 'e2m1'"),
         ("scale", "mx", "unknown scale kind 'mx'"),
         ("scale", "none", "'none' takes no block size"),
-        ("pruned", "wanda", "unknown pruning 'wanda'"),
+        ("pruned", "lottery", "unknown pruning 'lottery'"),
         ("overflow", "wrap", "unknown overflow mode 'wrap'"),
         ("source_dtype", "F4", "unknown source dtype 'F4'"),
         ("shape", [70], r"field 'shape' is \[70\]"),
@@ -511,8 +511,8 @@ def test_info_refuses_by_name(field: str, value: Any, words: str) -> None:
 
 
 def test_info_refuses_unknown_and_missing_fields() -> None:
-    with pytest.raises(BadInputError, match="unknown field 'permuted'"):
-        PackInfo.from_json({**some_info().to_json(), "permuted": True})
+    with pytest.raises(BadInputError, match="unknown field 'rotated'"):
+        PackInfo.from_json({**some_info().to_json(), "rotated": True})
     for field in some_info().to_json():
         rest = {k: v for k, v in some_info().to_json().items() if k != field}
         with pytest.raises(BadInputError, match=f"lacks '{field}'"):

@@ -256,7 +256,7 @@ def tensors(text: str) -> Callable[[Metadata], None]:
         (described(scale="group"), "tensor 'X': unknown scale kind 'group'"),
         (described(scale="none"), "tensor 'X': operand type 'e4m3' needs a scale"),
         (described(source_dtype="F7"), "tensor 'X': unknown source dtype 'F7'"),
-        (described(pruned="wanda"), "tensor 'X': unknown pruning 'wanda'"),
+        (described(pruned="lottery"), "tensor 'X': unknown pruning 'lottery'"),
         (described(overflow="wrap"), "tensor 'X': unknown overflow mode 'wrap'"),
         (described(order="C"), "tensor 'X': unknown field 'order'"),
         (described(shape=[8]), "tensor 'X': field 'shape' is [8], not two integers"),

@@ -1,0 +1,120 @@
+"""A `BenchResult` from the JSON that an earlier run wrote."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import types
+from pathlib import Path
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from sp24cli.bench.check import OUT_ROUNDING
+from sp24cli.bench.result import SCHEMA, BenchResult
+from sp24cli.errors import BadInputError
+from sp24cli.optypes import OPERAND_TYPES
+
+
+def read_result(path: str) -> BenchResult:
+    """The result in a file of ``sp24 bench --json``; `BadInputError` with the place of a fault.
+
+    Fields that were added to the document since have their defaults, unknown ones are ignored.
+    """
+    try:
+        document = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BadInputError(f"{path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise BadInputError(f"{path}: not JSON ({error})") from None
+    version = document.get("sp24.bench") if isinstance(document, dict) else None
+    if version is None:
+        raise BadInputError(f"{path}: not a result of sp24 bench --json")
+    if version != SCHEMA:
+        raise BadInputError(f"{path}: a result of version {version!r}, known is {SCHEMA}")
+    try:
+        result = _value(document, BenchResult, "")
+    except _FaultError as fault:
+        raise BadInputError(f"{path}: {fault}") from None
+    assert isinstance(result, BenchResult)
+    found = _fault(result)
+    if found is not None:
+        raise BadInputError(f"{path}: {found}")
+    return result
+
+
+def _fault(result: BenchResult) -> str | None:
+    """What reports and comparisons rely on and types do not say."""
+    for i, case in enumerate(result.cases):
+        if case.type not in OPERAND_TYPES or case.out not in OUT_ROUNDING:
+            return f"cases[{i}] multiplies {case.type} into {case.out}"
+        if min(case.shape.m, case.shape.n, case.shape.k) < 1:
+            return f"cases[{i}].shape is {case.shape}"
+        if not case.checks or case.best("sp24", "burst") is None:
+            return f"cases[{i}] has no verified figures of sp24"
+        if not all(0 < f.us < math.inf for row in case.rows for f in (row.burst, row.sustained)):
+            return f"cases[{i}] has a time that is not positive"
+    return None
+
+
+class _FaultError(Exception):
+    """A value that does not fit, with its place in the document."""
+
+
+def _value(raw: Any, kind: Any, where: str) -> Any:
+    """``raw`` as an instance of the type ``kind``, which is one that results are made of."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        if raw is None:
+            return None
+        (kind,) = (a for a in arguments if a is not type(None))
+        return _value(raw, kind, where)
+    if dataclasses.is_dataclass(kind):
+        return _record(raw, kind, where)
+    if origin is tuple:
+        return _sequence(raw, arguments, where)
+    if origin is dict:
+        _need(isinstance(raw, dict), where, "an object", raw)
+        return {str(key): _value(item, arguments[1], f"{where}.{key}") for key, item in raw.items()}
+    if kind is float:
+        if raw is None:  # how JSON holds what is not finite
+            return math.inf
+        _need(isinstance(raw, (int, float)) and not isinstance(raw, bool), where, "a number", raw)
+        return float(raw)
+    _need(type(raw) is kind, where, f"of type {kind.__name__}", raw)
+    return raw
+
+
+def _record(raw: Any, kind: Any, where: str) -> Any:
+    _need(isinstance(raw, dict), where, "an object", raw)
+    hints = get_type_hints(kind)
+    values = {}
+    for field in dataclasses.fields(kind):
+        place = f"{where}.{field.name}".lstrip(".")
+        if field.name in raw:
+            values[field.name] = _value(raw[field.name], hints[field.name], place)
+        elif field.default is dataclasses.MISSING:
+            raise _FaultError(f"{place} is missing")
+    try:
+        return kind(**values)
+    except ValueError as error:
+        raise _FaultError(f"{where}: {error}") from None
+
+
+def _sequence(raw: Any, arguments: tuple[Any, ...], where: str) -> tuple[Any, ...]:
+    _need(isinstance(raw, list), where, "a list", raw)
+    if arguments[1:] == (...,):
+        kinds = arguments[:1] * len(raw)
+    else:
+        _need(len(raw) == len(arguments), where, f"a list of {len(arguments)}", raw)
+        kinds = arguments
+    return tuple(
+        _value(item, kind, f"{where}[{i}]")
+        for i, (item, kind) in enumerate(zip(raw, kinds, strict=True))
+    )
+
+
+def _need(right: bool, where: str, what: str, raw: Any) -> None:
+    if not right:
+        shown = json.dumps(raw)
+        shown = shown if len(shown) <= 40 else f"{shown[:37]}..."
+        raise _FaultError(f"{where or 'the document'} is {shown}, not {what}")

@@ -1,0 +1,178 @@
+"""Which kernel is fastest on this card: all that apply, timed quickly, problem by problem."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sp24cli.bench.candidates import Operands, Ours
+from sp24cli.bench.check import tolerance
+from sp24cli.bench.instrument import DeviceTimer, Instrument
+from sp24cli.bench.plan import BenchPlan, Case
+from sp24cli.bench.rates import a_bytes, b_bytes
+from sp24cli.bench.report import align, significant
+from sp24cli.bench.result import Failure, Progress, mean_and_least
+from sp24cli.bench.statistics import rotation
+from sp24cli.bits import widen
+from sp24cli.errors import Sp24Error, VerificationError
+from sp24cli.gpu.select import Choice, candidates, choose
+from sp24cli.kernels import manifest
+from sp24cli.kernels.choices import Measured, Problem, Table, shipped
+from sp24cli.optypes import operand_type
+
+if TYPE_CHECKING:
+    from sp24cli.gpu.device import Device
+
+Array = npt.NDArray[Any]
+
+#: Graphs of each kernel, of which the fastest counts, and how often all take their turn.
+_REPEATS, _ROUNDS = 5, 3
+
+
+@dataclass(frozen=True)
+class TunedCase:
+    """One problem: what each kernel took, and which one would have been chosen by the package's
+    table and the model, without this measurement."""
+
+    measured: Measured
+    chosen: str
+    chosen_by: str
+
+    @property
+    def loss(self) -> float:
+        """How much longer the chosen kernel takes than the fastest, relative."""
+        times = self.measured.times
+        return times[self.chosen] / times[self.measured.kernel] - 1.0
+
+
+@dataclass(frozen=True)
+class TuneResult:
+    """What a tuning run found."""
+
+    gpu: str
+    fatbins: str
+    cases: tuple[TunedCase, ...]
+    failures: tuple[Failure, ...]
+
+    @property
+    def table(self) -> Table:
+        return Table(self.gpu, self.fatbins, tuple(case.measured for case in self.cases))
+
+
+def tune(
+    plan: BenchPlan,
+    device: Device,
+    *,
+    progress: Progress | None = None,
+    finished: Callable[[TunedCase], None] | None = None,
+) -> TuneResult:
+    """Time every kernel that applies to each case of ``plan``. Nothing is kept: see
+    kernels/choices.py for that.
+
+    The kernels of a case must agree with one another before they are timed; which one is right
+    is for `sp24cli.bench.run.run` to prove. A case in which they do not is a failure.
+    """
+    say = progress or (lambda text: None)
+    instrument = Instrument(DeviceTimer(device), plan.settings)
+    cases: list[TunedCase] = []
+    failures: list[Failure] = []
+    known = [("table", table) for table in shipped() if table.gpu == device.name]
+    for i, case in enumerate(plan.cases, 1):
+        say(f"[{i}/{len(plan.cases)}] {case.shape} {case.type}")
+        try:
+            times = _times(case, plan, device, instrument)
+        except Sp24Error as error:
+            failures.append(Failure(case.shape, str(error), error.exit_code))
+            continue
+        shape = case.shape
+        problem = Problem(case.type, case.out, plan.order, shape.m, shape.n, shape.k)
+        choice: Choice = choose(problem, device.sm_count, known)
+        cases.append(TunedCase(Measured(problem, times), choice.kernel.name, choice.by))
+        if finished is not None:
+            finished(cases[-1])
+    return TuneResult(device.name, manifest.load().sha256, tuple(cases), tuple(failures))
+
+
+def _times(case: Case, plan: BenchPlan, device: Device, instrument: Instrument) -> dict[str, float]:
+    packed, tokens = case.load()
+    optype = operand_type(case.type)
+    input_bytes = a_bytes(case.shape, optype, sparse=True) + b_bytes(case.shape, optype)
+    turn = rotation(input_bytes, device.l2_bytes, device.mem_bytes // 8)
+    with ExitStack() as stack:
+        operands = Operands(device, case.shape, packed, tokens, case.out, turn.slots)
+        stack.callback(operands.free)
+        kernels = []
+        for entry in candidates(case.type, case.out, plan.order):
+            kernels.append(Ours(operands, plan.order, entry.name))
+            stack.callback(kernels[-1].free)
+        _agree(case, plan, device, operands, kernels)
+        times: dict[str, float] = {}
+        for _ in range(_ROUNDS):
+            for ours in kernels:
+                us = instrument.quick_us(ours, _REPEATS)
+                times[ours.kernel.name] = min(us, times.get(ours.kernel.name, us))
+    return times
+
+
+def _agree(
+    case: Case, plan: BenchPlan, device: Device, operands: Operands, kernels: Sequence[Ours]
+) -> None:
+    """`VerificationError` unless all kernels give one product, to within twice the rounding that
+    each is allowed."""
+    limit = (
+        2 * tolerance(operand_type(case.type), case.out, case.shape.k, normal=case.normal).frobenius
+    )
+    first: Array | None = None
+    for ours in kernels:
+        operands.poison()
+        device.synchronize()
+        ours.enqueue(0)
+        output = widen(operands.output(0, plan.order))
+        if first is None:
+            first = output
+        error = float(np.linalg.norm(output - first))
+        # Not `error > ...`: an element that nobody wrote is NaN.
+        if not error <= limit * float(np.linalg.norm(first)):
+            raise VerificationError(
+                f"{ours.kernel.name} and {kernels[0].kernel.name} at {case.shape} {case.type} "
+                f"differ by {error:.3g}"
+            )
+
+
+def table(result: TuneResult) -> str:
+    """What the command prints: every kernel's time, and what the choice without tuning costs."""
+    lines = [f"{result.gpu}, kernels {result.fatbins[:12]}; least of quick timings, microseconds"]
+    for case in result.cases:
+        problem, times = case.measured.problem, case.measured.times
+        lines.append("")
+        lines.append(
+            f"{problem.m}x{problem.n}x{problem.k} {problem.type} -> {problem.out} {problem.order}: "
+            f"{case.chosen_by} chooses {case.chosen}, {case.loss:.1%} from the fastest"
+        )
+        rows = [
+            (name, significant(us), "fastest" if name == case.measured.kernel else "")
+            for name, us in sorted(times.items(), key=lambda item: item[1])
+        ]
+        lines += [f"  {line}" for line in align(rows)]
+    lines += [f"{failure.shape} has no figures: {failure.message}" for failure in result.failures]
+    return "\n".join([*lines, "", *summary(result)])
+
+
+def summary(result: TuneResult) -> list[str]:
+    """How far choosing without this measurement is from the fastest kernels."""
+    found = mean_and_least(1.0 + case.loss for case in result.cases)
+    if found is None:
+        return []
+    worst = max(result.cases, key=lambda case: case.loss)
+    p = worst.measured.problem
+    over = sum(case.loss > 0.03 for case in result.cases)
+    return [
+        f"without tuning: {found[0] - 1.0:.1%} from the fastest kernel in the geometric mean over "
+        f"{len(result.cases)} problems, at worst {worst.loss:.1%} ({p.m}x{p.n}x{p.k}), "
+        f"{over} beyond 3 %"
+    ]

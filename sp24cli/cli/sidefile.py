@@ -1,0 +1,57 @@
+"""A file that a command writes beside its output: a report, a piece of configuration."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import click
+
+from sp24cli.checkpoint.writer import check_output
+from sp24cli.errors import Sp24Error
+from sp24cli.ops import Done, PruneReport, QuantizeReport
+from sp24cli.ops.journal import replace_file
+from sp24cli.reporting import as_html, as_markdown, summarize
+
+REPORT_FORMATS = (".html", ".md", ".json")
+
+
+def check_side_file(path: Path, source: Path, target: Path | None, *, overwrite: bool) -> None:
+    """`Sp24Error`, before any work, unless ``path`` may be written beside ``target``."""
+    check_output(path, forbid=[source], overwrite=overwrite)
+    if target is not None and os.path.realpath(path) == os.path.realpath(target):
+        raise Sp24Error(f"{path}: is the output; choose another file")
+
+
+def write_side_file(path: Path, text: str) -> None:
+    """Write ``text`` whole or not at all."""
+    try:
+        replace_file(path, [text.encode("utf-8", "backslashreplace")])
+    except OSError as error:
+        raise Sp24Error(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def check_report(path: Path | None, source: Path, target: Path | None, *, overwrite: bool) -> None:
+    """As `check_side_file`; a usage error for a file whose name says no known format."""
+    if path is None:
+        return
+    if path.suffix.lower() not in REPORT_FORMATS:
+        raise click.UsageError(f"--report {path}: its name must end in {', '.join(REPORT_FORMATS)}")
+    check_side_file(path, source, target, overwrite=overwrite)
+
+
+def write_report(path: Path | None, done: Done[PruneReport] | Done[QuantizeReport]) -> None:
+    """Write the report of a run in the format that the name of ``path`` says."""
+    if path is None:
+        return
+    summary = summarize(done.report)
+    kind = path.suffix.lower()
+    if kind == ".html":
+        text = as_html(summary)
+    elif kind == ".md":
+        text = as_markdown(summary)
+    else:
+        document = {**done.to_json(), "verdict": summary.verdict, "worst": summary.to_json()}
+        text = json.dumps(document, indent=2, allow_nan=False) + "\n"
+    write_side_file(path, text)

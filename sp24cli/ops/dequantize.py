@@ -1,0 +1,144 @@
+"""Turn a file with weights in another tool's format into a dense one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from sp24cli.bits import Array
+from sp24cli.checkpoint.header import DTYPES, label
+from sp24cli.checkpoint.packedfile import is_packed, user_metadata
+from sp24cli.checkpoint.reader import SafetensorsFile
+from sp24cli.errors import BadInputError
+from sp24cli.formats.dequantized import DequantizedFile, open_wanted, shard_paths
+from sp24cli.formats.foreign import ForeignFile, has_bitmasks
+from sp24cli.formats.scales import is_fp8_weight
+from sp24cli.ops.plan import copy_tensor, open_sink
+from sp24cli.ops.report import scale_text
+from sp24cli.ops.stream import Meter, Progress, bands, default_workers, map_bands
+from sp24cli.ops.unpack import DENSE_TYPES, UnpackedTensor, UnpackReport
+from sp24cli.optypes import BLOCK_ROWS
+
+
+def is_foreign(source: Path) -> bool:
+    """Whether `dequantize_file` has something to do in a file or checkpoint, `unpack_file` not.
+
+    Raises:
+        BadInputError: a malformed file.
+    """
+    paths = shard_paths(source)
+    found = False
+    for path in paths or (source,):
+        with SafetensorsFile(path) as file:
+            if is_packed(file.metadata):
+                return False
+            found |= has_bitmasks(file) or any(is_fp8_weight(e) for e in file.header.entries)
+    return found
+
+
+def dequantize_file(
+    source: Path,
+    output: Path,
+    *,
+    dtype: str | None = None,
+    siblings: Sequence[Path] = (),
+    workers: int | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> UnpackReport:
+    """Write ``source`` to ``output`` with its bitmask or scaled FP8 weights dense.
+
+    A value is code * scale rounded once to ``dtype`` ("bf16", "f16", "f32"; None: bf16, or the
+    dtype of unscaled values). FP8 need not be 2:4. The scales go, all else stays as it is.
+    ``siblings`` are the files of a checkpoint, where scales may lie.
+
+    Raises:
+        BadInputError: a malformed file, or a weight whose parts do not fit each other.
+        Sp24Error: the output may not or cannot be written.
+    """
+    workers = workers or default_workers()
+    with ExitStack() as stack:
+        file = stack.enter_context(SafetensorsFile(source))
+        shown: SafetensorsFile = file
+        if has_bitmasks(file):
+            found = list(_bitmasks(ForeignFile(file), dtype))
+        else:
+            target = _target(dtype, "BF16")
+            shown = stack.enter_context(
+                open_wanted(source, lambda entry: target, siblings, strict=False)
+            )
+            found = list(_fp8_weights(shown))
+        if not found and not siblings:
+            raise BadInputError(f"{label(source)}: has no weight to be dequantized")
+        taken = {part for weight in found for part in weight.parts}
+        others = [entry for entry in shown.header.entries if entry.name not in taken]
+        entries = [entry.spec for entry in others]
+        entries += [(w.report.name, w.report.dtype, w.report.shape) for w in found]
+        meter = Meter(sum(entry.nbytes for entry in file.header.entries), progress)
+        metadata = {"format": "pt", **user_metadata(file.metadata)}
+        with open_sink(output, entries, metadata, source=source, overwrite=overwrite) as sink:
+            for weight in found:
+                rows, columns = weight.report.shape
+                ranges = bands(rows, columns, multiple=weight.row_step)
+                for rows_of_it in map_bands(weight.rows, ranges, columns, workers):
+                    sink.write(weight.report.name, rows_of_it)
+                    for part in weight.parts:
+                        file.drop_cache(part)
+                meter.add(sum(file.entry(part).nbytes for part in weight.parts))
+            for entry in others:
+                copy_tensor(file, entry.name, sink, meter)
+        return UnpackReport(
+            source=str(source),
+            output=str(output),
+            tensors=tuple(weight.report for weight in found),
+            copied=len(others),
+            output_bytes=sink.header.file_bytes,
+        )
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """A weight to be made dense: what is said of it, the tensors that it is, and what gives its
+    rows from multiples of ``row_step`` on."""
+
+    report: UnpackedTensor
+    parts: tuple[str, ...]
+    row_step: int
+    rows: Callable[[int, int], Array]
+
+
+def _bitmasks(foreign: ForeignFile, dtype: str | None) -> Iterator[_Weight]:
+    for name, info in foreign.packed.items():
+        target = _target(dtype, info.source_dtype)
+
+        def rows(start: int, stop: int, *, name: str = name, target: str = target) -> Array:
+            return foreign.rows(name, slice(start, stop)).dequantize(DTYPES[target].numpy)
+
+        yield _Weight(
+            UnpackedTensor(name, info.shape, info.type, scale_text(info.scale), target),
+            foreign.parts(name),
+            math.lcm(BLOCK_ROWS, info.scale.row_step),
+            rows,
+        )
+
+
+def _fp8_weights(dense: DequantizedFile) -> Iterator[_Weight]:
+    for name, (dtype, scale) in dense.dequantized.items():
+
+        def rows(start: int, stop: int, *, name: str = name) -> Array:
+            return dense.array(name, slice(start, stop))
+
+        operand = dtype.removeprefix("F8_").lower()
+        target = dense.entry(name).dtype
+        yield _Weight(
+            UnpackedTensor(name, scale.shape, operand, scale.text, target), (name,), 1, rows
+        )
+
+
+def _target(dtype: str | None, source: str) -> str:
+    if dtype is not None:
+        return DENSE_TYPES[dtype]
+    return source if source in DENSE_TYPES.values() else "F32"

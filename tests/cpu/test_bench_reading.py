@@ -1,0 +1,122 @@
+"""Reading a result back."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+
+from sp24cli.bench.reading import read_result
+from sp24cli.errors import BadInputError
+from tests.cpu.benchresult import two_cases
+from tests.cpu.console import ROOT
+
+RESULT = two_cases()
+
+
+@pytest.fixture
+def read(tmp_path):
+    path = tmp_path / "r.json"
+
+    def read(document):
+        path.write_text(document if isinstance(document, str) else json.dumps(document))
+        return read_result(str(path))
+
+    return read
+
+
+def test_what_was_written_is_read(read):
+    assert read(RESULT.to_json()) == RESULT
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "samples/results").glob("*.json")), ids=lambda p: p.name
+)
+def test_the_results_of_the_samples_are_read(path):
+    found = read_result(str(path))
+    assert found.cases
+    assert found.environment.gpu.startswith("NVIDIA ")
+
+
+def test_there_are_results_to_read():
+    assert list((ROOT / "samples/results").glob("*.json"))
+
+
+def test_older_documents_lack_what_was_added_since(read):
+    document = RESULT.to_json()
+    del document["environment"]["copy_tbps"]
+    for case in document["cases"]:
+        del case["chosen_by"]
+    found = read(document)
+    assert found.environment.copy_tbps is None
+    assert found.cases[0].chosen_by is None
+    assert replace(found.cases[0], chosen_by="table") == RESULT.cases[0]
+
+
+def test_unknown_fields_are_ignored(read):
+    document = RESULT.to_json()
+    document["environment"]["mood"] = "good"
+    assert read(document) == RESULT
+
+
+def test_an_infinite_error_is_null_in_between(read):
+    check = replace(RESULT.cases[0].rows[1].check, max_error=math.inf, passed=False)
+    rows = (RESULT.cases[0].rows[0], replace(RESULT.cases[0].rows[1], check=check))
+    result = replace(RESULT, cases=(replace(RESULT.cases[0], rows=rows),))
+    assert read(result.to_json()) == result
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("", "not JSON"), ("[" * 100000, "not JSON"), ("[]", "not a result"), ("{}", "not a result"),
+     ('{"sp24.bench": 2}', "version 2"), ('{"sp24.bench": 1}', "environment is missing")],
+)  # fmt: skip
+def test_what_is_no_result_is_refused(read, text, message):
+    with pytest.raises(BadInputError, match=message):
+        read(text)
+
+
+def _set(*keys):
+    *path, last, value = keys
+
+    def change(document):
+        for key in path:
+            document = document[key]
+        document[last] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_set("cases", 1, "shape", "n", "16"), r'cases\[1\]\.shape\.n is "16", not of type int'),
+        (_set("cases", 0, "shape", "n", True), r"cases\[0\]\.shape\.n is true"),
+        (_set("cases", 0, "rows", 1, "burst", "us", "x"), r"rows\[1\]\.burst\.us .* a number"),
+        (_set("cases", 0, "rows", 1, "burst", "us", True), r"rows\[1\]\.burst\.us is true"),
+        (_set("cases", 0, "rows", 1, "burst", "us", 0), r"cases\[0\] has a time"),
+        (_set("cases", 0, "rows", 1, "burst", "us", None), r"cases\[0\] has a time"),
+        (_set("cases", 0, "rows", []), r"cases\[0\] has no verified figures"),
+        (_set("cases", 0, "checks", []), r"cases\[0\] has no verified figures"),
+        (_set("cases", 0, "type", "e5m2"), "e5m2 into bf16"),
+        (_set("cases", 0, "shape", "k", 0), "4096x8192x0"),
+        (_set("cases", 0, "skipped", [["a"]]), r"skipped\[0\] is \[\"a\"\], not a list of 2"),
+        (_set("environment", "peers", []), "environment.peers .* an object"),
+        (_set("settings", "rounds", 0), "settings: at least one round"),
+        (_set("notes", "none"), "notes .* a list"),
+    ],
+)
+def test_a_fault_is_named_with_its_place(read, change, message):
+    document = RESULT.to_json()
+    change(document)
+    with pytest.raises(BadInputError, match=message) as fault:
+        read(document)
+    assert "r.json: " in str(fault.value)
+    assert "\n" not in str(fault.value)
+
+
+def test_a_missing_file_is_one_line():
+    with pytest.raises(BadInputError, match=r"^no/such\.json: No such file or directory$"):
+        read_result("no/such.json")

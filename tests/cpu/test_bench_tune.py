@@ -1,0 +1,230 @@
+"""Tuning and the ceiling, on a device made of host memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from sp24cli.bench import ceiling, plan, report, tune
+from sp24cli.bench import run as bench
+from sp24cli.bench.ceiling import bound_by_memory, copy_bandwidth, memory_floor_us
+from sp24cli.bench.instrument import DeviceTimer
+from sp24cli.bench.rates import Shape
+from sp24cli.cli.main import run as sp24
+from sp24cli.gpu import select
+from sp24cli.gpu.device import Device
+from sp24cli.gpu.select import candidates, choose
+from sp24cli.kernels import choices, manifest
+from sp24cli.kernels.choices import Measured, Problem, Table
+from tests.cpu.benchdevice import SETTINGS, KernelPlan, Weight, simulate
+from tests.cpu.benchresult import DECODE, LARGE, two_cases
+
+KERNELS = {e.tile_n: e.name for e in candidates("e4m3", "bf16", "nm")}
+SHAPES = (Shape(128, 16, 256), Shape(128, 48, 256))
+PROBLEMS = [Problem("e4m3", "bf16", "nm", s.m, s.n, s.k) for s in SHAPES]
+
+
+@pytest.fixture
+def device(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(choices, "shipped", lambda: ())
+    monkeypatch.setattr(tune, "shipped", lambda: ())
+    monkeypatch.setattr(Weight, "us", {KERNELS[128]: 6.0, KERNELS[64]: 8.0, KERNELS[16]: 7.0})
+    select.forget()
+    yield simulate(monkeypatch)
+    select.forget()
+
+
+def tuned(device, **fields):
+    cases = plan.plan_shapes(SHAPES, "e4m3", workers=1)
+    return tune.tune(replace(plan.BenchPlan(cases, "nm", settings=SETTINGS), **fields), device)
+
+
+def test_every_kernel_is_timed(device):
+    result = tuned(device)
+    assert [case.measured.problem for case in result.cases] == PROBLEMS
+    for case in result.cases:
+        assert case.measured.times == pytest.approx(
+            {KERNELS[256]: 10.0, KERNELS[128]: 6.0, KERNELS[64]: 8.0, KERNELS[16]: 7.0}
+        )
+        assert case.measured.kernel == KERNELS[128]
+    assert result.failures == ()
+    assert result.table.fatbins == manifest.load().sha256
+    assert not device.buffers, "device memory leaked"
+
+
+def test_the_least_of_several_rounds_counts(device, monkeypatch):
+    """A kernel that met a hot chip once does not lose by it."""
+    seen = []
+
+    def quick_us(self, work, repeats):
+        seen.append(work.kernel.name)
+        return {1: 9.0, 2: 5.0, 3: 7.0}[seen.count(work.kernel.name)]
+
+    monkeypatch.setattr(tune.Instrument, "quick_us", quick_us)
+    cases = plan.plan_shapes(SHAPES[:1], "e4m3", workers=1)
+    (case,) = tune.tune(plan.BenchPlan(cases, "nm", settings=SETTINGS), device).cases
+    assert set(case.measured.times.values()) == {5.0}
+    assert seen[:4] == seen[4:8] == seen[8:], "in turn, so that heat falls on all"
+
+
+def test_what_would_have_been_chosen_is_judged(device, monkeypatch):
+    """By the model for the first shape; by a shipped table, never by the user's, for the second."""
+    shipped = Table(device.name, "", (Measured(PROBLEMS[1], {KERNELS[64]: 1.0}),))
+    monkeypatch.setattr(tune, "shipped", lambda: (shipped, replace(shipped, gpu="another")))
+    path = choices.cache_path(device.uuid, manifest.load().sha256)
+    choices.write_cache(path, Table(device.name, "", (Measured(PROBLEMS[0], {KERNELS[128]: 1.0}),)))
+    first, second = tuned(device).cases
+    assert (first.chosen, first.chosen_by) == (KERNELS[16], "model")
+    assert first.loss == pytest.approx(7 / 6 - 1)
+    assert (second.chosen, second.chosen_by) == (KERNELS[64], "table")
+    text = tune.table(tuned(device))
+    assert f"model chooses {KERNELS[16]}, 16.7% from the fastest" in text
+    assert "at worst 33.3% (128x48x256), 2 beyond 3 %" in text
+
+
+def test_a_kernel_that_disagrees_stops_its_case(device, monkeypatch):
+    right = KernelPlan.enqueue
+
+    def spoil(self, x, ldx, out, **scales):
+        right(self, x, ldx, out, **scales)
+        if self.name == KERNELS[64] and self.n == 48:
+            device.array(out.ptr, np.uint16, (48, 128))[5, 77] = 0x4500
+
+    monkeypatch.setattr(KernelPlan, "enqueue", spoil)
+    result = tuned(device)
+    assert len(result.cases) == 1
+    (failure,) = result.failures
+    assert failure.exit_code == 3
+    assert failure.message.startswith(f"{KERNELS[64]} and {KERNELS[256]} at 128x48x256 e4m3 differ")
+    assert not device.buffers
+
+
+def test_a_kernel_that_writes_nothing_disagrees(device, monkeypatch):
+    right = KernelPlan.enqueue
+
+    def lazy(self, x, ldx, out, **scales):
+        if self.name != KERNELS[16]:
+            right(self, x, ldx, out, **scales)
+
+    monkeypatch.setattr(KernelPlan, "enqueue", lazy)
+    assert len(tuned(device).failures) == 2
+
+
+class TestCommand:
+    @pytest.fixture(autouse=True)
+    def opened(self, device, monkeypatch):
+        monkeypatch.setattr(Device, "open", lambda ordinal=0: device)
+        self.path = choices.cache_path(device.uuid, manifest.load().sha256)
+
+    ARGUMENTS = ("bench", "--tune", "--shape", "128x16x256", "--shape", "128x48x256")
+
+    def test_the_choice_is_kept_and_used(self, device, capsys):
+        card = type("Card", (), {"name": device.name, "uuid": device.uuid, "sm_count": 132})()
+        assert select.chosen(card, PROBLEMS[0]).by == "model"
+        assert sp24(list(self.ARGUMENTS)) == 0
+        captured = capsys.readouterr()
+        assert "without tuning: 16.7%" in captured.out
+        assert captured.err == f"kept the choices for 2 problems in {self.path}\n"
+        select.forget()
+        choice = select.chosen(card, PROBLEMS[0])
+        assert (choice.kernel.name, choice.by) == (KERNELS[128], "cache")
+
+    def test_a_second_run_adds_to_the_first(self, capsys):
+        assert sp24([*self.ARGUMENTS[:4], "--quiet"]) == 0
+        assert sp24(["bench", "--tune", "--shape", "64x16x256", "--quiet"]) == 0
+        assert [row.problem.m for row in choices.read_cache(self.path).measured] == [128, 64]
+        assert capsys.readouterr().err == ""
+
+    def test_json_is_what_can_be_shipped(self, capsys, tmp_path):
+        assert sp24([*self.ARGUMENTS, "--json", str(tmp_path / "choices.json")]) == 0
+        text = (tmp_path / "choices.json").read_text()
+        (table,) = choices.from_text(text, "")
+        assert [row.problem for row in table.measured] == PROBLEMS
+        assert choose(PROBLEMS[0], 132, [("table", table)]).kernel.name == KERNELS[128]
+        capsys.readouterr()
+        assert sp24([*self.ARGUMENTS, "--json", "-"]) == 0
+        assert choices.from_text(capsys.readouterr().out, "")[0].measured[1].problem.n == 48
+
+    def test_an_unreadable_cache_is_replaced_with_a_warning(self, capsys):
+        self.path.parent.mkdir(parents=True)
+        self.path.write_text("{")
+        assert sp24(list(self.ARGUMENTS)) == 0
+        warning, kept = capsys.readouterr().err.splitlines()
+        assert warning.startswith(f"sp24: warning: replaced: {self.path}: ")
+        assert kept.startswith("kept")
+        assert len(choices.read_cache(self.path).measured) == 2
+
+    def test_a_wrong_kernel_is_not_kept(self, capsys, monkeypatch):
+        monkeypatch.setattr(KernelPlan, "enqueue", lambda self, x, ldx, out, **scales: None)
+        assert sp24(list(self.ARGUMENTS)) == 3
+        assert not self.path.exists()
+        assert capsys.readouterr().err.count("\n") == 1
+
+    def test_the_ceiling_and_the_choice_stand_in_the_table(self, capsys, monkeypatch):
+        monkeypatch.setattr(ceiling, "COPY_BYTES", 1 << 20)
+        monkeypatch.setattr("sp24cli.bench.statistics.Settings", lambda **fields: SETTINGS)
+        monkeypatch.setattr("sp24cli.gpu.telemetry.Telemetry", lambda device: None)
+        assert sp24(["bench", "--ceiling", "--shape", "128x16x256", "--quiet"]) == 0
+        out = capsys.readouterr().out
+        assert "copying memory: 4.00 TB/s, read + write" in out
+        assert "kernel kernel_of_choice (by model)" in out
+        # 128 rows of 128 values and 32 bytes of metadata at 4 TB/s.
+        assert "bound by memory: the packed weight at the rate of a copy takes 0.0051 us" in out
+
+
+class TestCeiling:
+    def test_a_copy_counts_what_it_reads_and_writes(self, device, monkeypatch):
+        monkeypatch.setattr(ceiling, "COPY_BYTES", 1 << 20)
+        assert copy_bandwidth(device, DeviceTimer(device)) == pytest.approx(4.0)
+        assert not device.buffers
+
+    def test_the_median_of_many_copies(self, device, monkeypatch):
+        monkeypatch.setattr(ceiling, "COPY_BYTES", 1000)
+        # The warm-up would make 2 the middle.
+        times = iter([900.0] * ceiling._WARM_UP + [2.0] * 7 + [1.0] * 8)
+        timer = SimpleNamespace(event=device.event, elapsed_ms=lambda start, end: next(times))
+        assert copy_bandwidth(device, timer) == pytest.approx(2 * 1000 / 1.0 / 1e9)
+
+    def test_a_small_card_copies_less(self, device, monkeypatch):
+        monkeypatch.setattr(device, "mem_bytes", 8 << 16, raising=False)
+        sizes = []
+        alloc = device.alloc
+        monkeypatch.setattr(device, "alloc", lambda n: sizes.append(n) or alloc(n))
+        copy_bandwidth(device, DeviceTimer(device))
+        assert sizes == [1 << 16, 1 << 16]
+
+    def test_it_is_measured_when_asked_for(self, device, monkeypatch):
+        monkeypatch.setattr(ceiling, "COPY_BYTES", 1 << 20)
+        cases = plan.plan_shapes(SHAPES[:1], "e4m3", workers=1)
+        asked = plan.BenchPlan(cases, "nm", settings=SETTINGS, ceiling=True)
+        assert bench.run(asked, device).environment.copy_tbps == pytest.approx(4.0)
+        assert bench.run(replace(asked, ceiling=False), device).environment.copy_tbps is None
+
+    def test_the_floor_is_the_packed_weight(self):
+        packed = 28672 * (8192 // 2 + 8192 // 8)
+        assert memory_floor_us(DECODE, "e4m3", 4.0) == pytest.approx(packed / 4e6)
+
+    @pytest.mark.parametrize(
+        ("shape", "bound"),
+        [(DECODE, True), (Shape(8192, 128, 8192), True), (Shape(8192, 1024, 8192), False),
+         (LARGE, False)],
+    )  # fmt: skip
+    def test_what_is_bound_by_memory(self, shape, bound):
+        limits = {"copy_tbps": 4.3, "sm_count": 132, "clock_khz": 1_980_000}
+        assert bound_by_memory(shape, "e4m3", "bf16", **limits) == bound
+
+    def test_the_table_gives_the_share_where_memory_is_the_bound(self):
+        result = two_cases(4.0)
+        large, decode = (report.case_head(result, case) for case in result.cases)
+        assert not any("bound by memory" in line for line in large)
+        assert decode[-1] == (
+            "bound by memory: the packed weight at the rate of a copy takes 36.70 us, 100% of "
+            "burst, 92% of sustained"
+        )
+        unknown = two_cases(None)
+        assert "bound by memory" not in report.table(unknown)
+        assert "copying" not in report.table(unknown)

@@ -1,0 +1,260 @@
+"""The choice of kernels: measured tables, the user's cache, and the model behind them."""
+
+from __future__ import annotations
+
+import json
+import logging
+from types import SimpleNamespace
+
+import pytest
+
+from sp24cli.bench import problem
+from sp24cli.bench.problem import SUITE_NAMES, SUITES, grid_shapes, select_shapes, suite
+from sp24cli.cli import bench as command
+from sp24cli.errors import BadInputError
+from sp24cli.gpu import select
+from sp24cli.gpu.select import candidates, choose, distance, model_cycles
+from sp24cli.kernels import choices, manifest
+from sp24cli.kernels.choices import Measured, Problem, Table
+
+KERNELS = {e.tile_n: e.name for e in candidates("e4m3", "bf16", "nm")}
+WIDE, SMALL = KERNELS[256], KERNELS[16]
+HERE = Problem("e4m3", "bf16", "nm", 4096, 8192, 8192)
+
+
+def at(m=4096, n=8192, k=8192, *, out="bf16", order="nm", type_name="e4m3"):
+    return Problem(type_name, out, order, m, n, k)
+
+
+def table(*rows: tuple[Problem, dict[str, float]]) -> Table:
+    return Table("NVIDIA H200", "ab", tuple(Measured(p, times) for p, times in rows))
+
+
+def chosen(wanted: Problem, *known: tuple[str, Table]) -> tuple[str, str]:
+    choice = choose(wanted, 132, known)
+    return choice.kernel.name, choice.by
+
+
+class TestChoose:
+    def test_without_measurements_the_model_decides(self):
+        assert chosen(HERE) == (WIDE, "model")
+        assert chosen(HERE, ("table", table())) == (WIDE, "model")
+
+    def test_a_measurement_of_the_problem_overrules_the_model(self):
+        known = table((HERE, {WIDE: 300.0, SMALL: 290.0}))
+        assert chosen(HERE, ("table", known)) == (SMALL, "table")
+
+    def test_the_users_own_comes_first_but_only_where_it_has_the_problem(self):
+        cache = table((HERE, {WIDE: 300.0, SMALL: 290.0}))
+        shipped = table((HERE, {WIDE: 300.0, SMALL: 310.0}), (at(n=100), {WIDE: 2.0, SMALL: 3.0}))
+        known = ("cache", cache), ("table", shipped)
+        assert chosen(HERE, *known) == (SMALL, "cache")
+        assert chosen(at(n=100), *known) == (WIDE, "table")
+
+    def test_a_near_problem_decides_with_the_models_ratio_of_the_two(self):
+        # One round of 256-wide tiles at n = 1024, two at 1280; of 16-wide ones 16 and 20.
+        there, here = at(n=1024), at(n=1280)
+        entries = {e.name: e for e in candidates("e4m3", "bf16", "nm")}
+        ratio = {
+            name: model_cycles(entries[name], 4096, 1280, 132)
+            / model_cycles(entries[name], 4096, 1024, 132)
+            for name in (WIDE, SMALL)
+        }
+        assert ratio == {WIDE: 2.0, SMALL: 1.25}
+        known = table((there, {WIDE: 10.0, SMALL: 15.0}))
+        assert chosen(there, ("table", known)) == (WIDE, "table")
+        assert chosen(here, ("table", known)) == (SMALL, "table, from 4096x1024x8192")
+        assert chosen(at(n=1000), ("table", known)) == (WIDE, "table, from 4096x1024x8192")
+
+    def test_the_nearest_of_several_decides(self):
+        near, far = at(n=6000), at(n=5000)
+        known = table((far, {WIDE: 9.0, SMALL: 1.0}), (near, {WIDE: 1.0, SMALL: 9.0}))
+        assert chosen(HERE, ("table", known)) == (WIDE, "table, from 4096x6000x8192")
+        turned = table((near, {WIDE: 1.0, SMALL: 9.0}), (far, {WIDE: 9.0, SMALL: 1.0}))
+        assert chosen(HERE, ("table", turned))[0] == WIDE
+
+    @pytest.mark.parametrize(
+        ("there", "near"),
+        [(at(n=4096), True), (at(n=4095), False), (at(m=8192), True), (at(m=8192, n=8000), False),
+         (at(k=512), True), (at(k=511), False)],
+    )  # fmt: skip
+    def test_what_is_near(self, there, near):
+        known = table((there, {WIDE: 9.0, SMALL: 1.0}))
+        assert (chosen(HERE, ("table", known))[1] != "model") == near
+        assert (distance(HERE, there) <= 1.0) == near
+
+    def test_fewer_tokens_than_an_instruction_takes_are_near(self):
+        known = table((at(n=8), {WIDE: 9.0, SMALL: 10.0}))
+        assert chosen(at(n=1), ("table", known)) == (WIDE, "table, from 4096x8x8192")
+
+    def test_another_output_stands_in_kernel_by_kernel(self):
+        known = table((HERE, {WIDE: 300.0, SMALL: 290.0}))
+        got, by = chosen(at(out="f32", order="mn"), ("table", known))
+        assert got == SMALL.replace("_bf16_nm_", "_f32_mn_")
+        assert by == "table, from 4096x8192x8192"
+        assert chosen(at(type_name="f16"), ("table", known))[1] == "model"
+
+    def test_an_own_row_keeps_another_output_away(self):
+        known = table((HERE, {WIDE: 300.0, SMALL: 290.0}), (at(out="f32", m=64), {WIDE: 1.0}))
+        assert chosen(at(out="f32"), ("table", known))[1] == "model"
+
+    def test_kernels_that_are_no_more_do_not_count(self):
+        known = table((HERE, {"gemm_of_old": 1.0, WIDE: 300.0, SMALL: 310.0}))
+        assert chosen(HERE, ("table", known)) == (WIDE, "table")
+        assert chosen(HERE, ("table", table((HERE, {"gemm_of_old": 1.0})))) == (WIDE, "model")
+
+    @pytest.mark.parametrize("side", ["m", "n", "k"])
+    def test_an_empty_problem_has_a_kernel(self, side):
+        known = table((HERE, {WIDE: 300.0, SMALL: 310.0}))
+        assert chosen(at(**{side: 0}), ("table", known))[1] == "model"
+
+
+class TestFile:
+    ROWS = table((HERE, {WIDE: 300.5, SMALL: 290.25}), (at(n=16), {SMALL: 7.0}))
+
+    def test_text_and_back(self):
+        other = Table("NVIDIA H100", "cd", ())
+        text = choices.to_text([self.ROWS, other])
+        assert choices.from_text(text, "x") == (self.ROWS, other)
+        assert json.loads(text)["gpus"]["NVIDIA H200"]["measured"][0] == {
+            "type": "e4m3", "out": "bf16", "order": "nm", "m": 4096, "n": 8192, "k": 8192,
+            "kernel": SMALL, "us": 290.25, "others": {WIDE: 300.5},
+        }  # fmt: skip
+
+    @pytest.mark.parametrize(
+        "text",
+        ["", "{}", "[]", "null", '{"sp24.choices": 2, "gpus": {}}', '{"sp24.choices": 1}',
+         '{"sp24.choices": 1, "gpus": []}', '{"sp24.choices": 1, "gpus": {"x": {}}}',
+         "[" * 100000],
+    )  # fmt: skip
+    def test_what_is_no_table_is_refused_by_name(self, text):
+        with pytest.raises(BadInputError, match=r"^there\.json: "):
+            choices.from_text(text, "there.json")
+
+    @pytest.mark.parametrize(("key", "value"), [("us", 0), ("us", "x"), ("m", 0), ("us", 1e999)])
+    def test_a_row_that_cannot_be_is_refused(self, key, value):
+        document = json.loads(choices.to_text([self.ROWS]))
+        document["gpus"]["NVIDIA H200"]["measured"][0][key] = value
+        with pytest.raises(BadInputError, match=r"^there\.json: "):
+            choices.from_text(json.dumps(document), "there.json")
+
+    def test_newer_rows_replace_those_of_the_same_problem(self):
+        merged = self.ROWS.merged([Measured(HERE, {WIDE: 1.0}), Measured(at(n=8), {SMALL: 2.0})])
+        assert [row.problem.n for row in merged.measured] == [8192, 16, 8]
+        assert merged.measured[0].kernel == WIDE
+
+
+class TestCache:
+    @pytest.fixture(autouse=True)
+    def folder(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        monkeypatch.setattr(choices, "shipped", lambda: ())
+        select.forget()
+        yield tmp_path
+        select.forget()
+
+    DEVICE = SimpleNamespace(name="NVIDIA H200", uuid="5" * 32, sm_count=132)
+
+    @property
+    def path(self):
+        return choices.cache_path(self.DEVICE.uuid, manifest.load().sha256)
+
+    # SimpleNamespace compares by value and has no hash; a Device is told apart by identity.
+    @pytest.fixture
+    def device(self):
+        return type("Card", (), vars(self.DEVICE))()
+
+    def test_what_was_kept_is_chosen(self, device, folder):
+        assert select.chosen(device, HERE).by == "model"
+        choices.write_cache(self.path, table((HERE, {WIDE: 300.0, SMALL: 290.0})))
+        assert select.chosen(device, HERE).by == "model", "read once a process"
+        select.forget()
+        choice = select.chosen(device, HERE)
+        assert (choice.kernel.name, choice.by) == (SMALL, "cache")
+        assert [path.parent for path in folder.rglob("*.json")] == [folder / "sp24"]
+
+    def test_another_card_or_other_fatbins_have_their_own(self):
+        paths = {choices.cache_path(*names) for names in (("a", "b"), ("a", "c"), ("d", "b"))}
+        assert len(paths) == 3
+
+    def test_only_tables_of_this_gpu_count(self, device, monkeypatch):
+        rows = table((HERE, {WIDE: 300.0, SMALL: 290.0})).measured
+        monkeypatch.setattr(choices, "shipped", lambda: (Table("NVIDIA H100", "", rows),))
+        assert select.chosen(device, HERE).by == "model"
+
+    @pytest.mark.parametrize("fault", ["text", "binary", "folder"])
+    def test_an_unreadable_cache_is_one_warning(self, device, caplog, fault):
+        self.path.parent.mkdir()
+        if fault == "folder":
+            self.path.mkdir()
+        else:
+            self.path.write_bytes(b"{" if fault == "text" else b"\xff\xfe")
+        with caplog.at_level(logging.WARNING):
+            for n in (16, 32):
+                assert select.chosen(device, at(n=n)).by == "model"
+        (record,) = caplog.records
+        assert record.getMessage().startswith("sp24: warning: choices of kernels ignored: /")
+        assert "\n" not in record.getMessage()
+
+    def test_a_failed_write_leaves_the_old_one(self, monkeypatch):
+        old = table((HERE, {WIDE: 300.0}))
+        choices.write_cache(self.path, old)
+
+        def fail(*_):
+            raise OSError("disk full")
+
+        monkeypatch.setattr(choices.os, "replace", fail)
+        with pytest.raises(OSError, match="full"):
+            choices.write_cache(self.path, table())
+        assert choices.read_cache(self.path) == old
+        assert len(list(self.path.parent.iterdir())) == 1
+
+    def test_where_the_cache_lies(self, monkeypatch, tmp_path):
+        monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+        monkeypatch.setenv("HOME", str(tmp_path / "home"))
+        assert choices.cache_path("u", "f") == tmp_path / "home/.cache/sp24/choices-u-f.json"
+        assert choices.read_cache(choices.cache_path("u", "f")) is None
+
+
+def test_the_shipped_table_names_kernels_that_exist():
+    names = {entry.name for entry in manifest.load().entries}
+    for shipped in choices.shipped():
+        for row in shipped.measured:
+            assert set(row.times) <= names, row.problem
+            assert row.problem.type in row.kernel
+
+
+class TestSuites:
+    def test_the_command_knows_them_all(self):
+        assert command.SUITES == SUITE_NAMES
+
+    def test_the_thirty_are_a_seeds_and_off_the_grid(self):
+        thirty = suite("select30", 24)
+        assert len(set(thirty)) == 30
+        assert thirty == suite("select30", 24) == select_shapes(30, 24)
+        assert thirty != suite("select30", 25)
+        assert not set(thirty) & set(grid_shapes())
+        for shape in thirty:
+            assert shape.k % 128 == 0 and shape.m % 64 == 0 and 1 <= shape.n <= 8192
+        assert min(shape.n for shape in thirty) < 16 < 1024 < max(shape.n for shape in thirty)
+
+    def test_a_drawn_shape_of_the_grid_is_left_out(self, monkeypatch):
+        first, *others = select_shapes(30, 24)
+        monkeypatch.setattr(problem, "grid_shapes", lambda: (first,))
+        assert select_shapes(29, 24) == tuple(others)
+
+    def test_most_of_the_thirty_are_near_to_the_grid(self):
+        def as_problem(shape):
+            return at(shape.m, shape.n, shape.k)
+
+        near = [
+            min(distance(as_problem(shape), as_problem(there)) for there in grid_shapes())
+            <= select.NEAR
+            for shape in select_shapes(30, 24)
+        ]
+        assert sum(near) >= 27
+
+    def test_the_grid_holds_the_models_shapes_once(self):
+        grid = grid_shapes()
+        assert set(SUITES["llm"]) <= set(grid)
+        assert len(set(grid)) == len(grid)
