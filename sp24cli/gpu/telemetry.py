@@ -54,11 +54,20 @@ class Telemetry:
         except self._nvml.NVMLError:
             return None
 
+    def _instant_power(self) -> float | None:
+        """Milliwatts now; the plain reading averages over a second, longer than any window."""
+        field = getattr(self._nvml, "NVML_FI_DEV_POWER_INSTANT", None)
+        values = None if field is None else self._ask("nvmlDeviceGetFieldValues", [field])
+        if values and values[0].nvmlReturn == self._nvml.NVML_SUCCESS:
+            return float(values[0].value.uiVal)
+        usage = self._ask("nvmlDeviceGetPowerUsage")
+        return None if usage is None else float(usage)
+
     def sample(self) -> Sample:
         nvml = self._nvml
         if nvml is None:
             return Sample()
-        power = self._ask("nvmlDeviceGetPowerUsage")
+        power = self._instant_power()
         limit = self._ask("nvmlDeviceGetEnforcedPowerLimit")
         bits = self._ask("nvmlDeviceGetCurrentClocksThrottleReasons") or 0
         return Sample(

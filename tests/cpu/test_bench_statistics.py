@@ -131,11 +131,13 @@ def test_settings_that_make_no_sense_are_refused(wrong):
 
 
 def test_power_is_taken_between_moves_of_the_counter():
-    # 500 W; the counter moves at 20, 40 and 60 ms and is read every 7
-    readings = [(t, 500.0 * 20 * (t // 20)) for t in range(3, 70, 7)]
+    # 500 W; the counter moves every 20 ms and is read every 7
+    readings = [(t, 500.0 * 20 * (t // 20)) for t in range(3, 197, 7)]
     assert power_from_energy(readings) == pytest.approx(500.0, rel=0.1)
     # Reading it at both ends only would have been wrong by much more.
     assert (readings[-1][1] - readings[0][1]) / (readings[-1][0] - readings[0][0]) < 0.96 * 500
+    # Seven moves are too few: one more or less would be too much.
+    assert power_from_energy(readings[: 7 * 20 // 7 + 1]) is None
 
 
 @pytest.mark.parametrize("energies", [[], [5.0], [5.0, 5.0, 5.0], [5.0, 5.0, 6.0]])
