@@ -14,8 +14,8 @@ from tqdm import tqdm
 
 if TYPE_CHECKING:
     # The group imports this module for every command: nothing heavy may hang on it.
-    from sp24cli.ops.checkpoint import FolderReport
     from sp24cli.ops.report import Skipped
+    from sp24cli.ops.shards import FolderReport
     from sp24cli.ops.stream import Progress
 
 

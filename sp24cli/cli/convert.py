@@ -20,8 +20,9 @@ from sp24cli.cli.options import (
 )
 from sp24cli.cli.sidefile import check_side_file, write_side_file
 from sp24cli.formats.foreign import FORMATS, SP24
-from sp24cli.ops.checkpoint import Done, convert_checkpoint
+from sp24cli.ops.checkpoint import convert_checkpoint
 from sp24cli.ops.convert import ConvertReport
+from sp24cli.ops.shards import Done
 from sp24cli.packed import Layout
 
 

@@ -285,7 +285,7 @@ class ForeignFile(PackedWeights):
         if entry.dtype not in ("I64", "I32") or entry.shape not in ((2,), (2, 1)):
             raise BadInputError(f"{where}: is {entry.dtype} {list(entry.shape)}, not I64 [2, 1]")
         rows, columns = (int(n) for n in self.file.array(entry.name).reshape(-1))
-        if min(rows, columns) < 0 or columns % GROUP:
+        if min(rows, columns) < 1 or columns % GROUP:
             raise BadInputError(
                 f"{where}: {[rows, columns]} is not [M, K] with K a multiple of {GROUP}"
             )

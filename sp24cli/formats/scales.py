@@ -25,6 +25,7 @@ from sp24cli.closing import Closing
 from sp24cli.errors import BadInputError
 from sp24cli.formats.origin import origins
 from sp24cli.fp8 import round_to
+from sp24cli.rowblocks import tiles
 from sp24cli.scaling import ScaleSpec
 from sp24cli.sparsity import GROUP
 
@@ -32,6 +33,8 @@ FP8_DTYPES = ("F8_E4M3", "F8_E5M2")
 SCALE_DTYPES = ("F32", "BF16", "F16", "F64", "F8_E8M0")
 #: The block where only the number of scales is known: that of DeepSeek and its followers.
 _USUAL_SIDE = 128
+#: Columns of a tile of `dequantize`.
+_TILE_COLUMNS = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -102,13 +105,15 @@ def dequantize(
     `WeightScale.values`) and ``block`` belong to. What is past the end of ``dtype`` becomes
     infinite, so that it is found.
     """
-    rows, columns = codes.shape
-    product = widen(codes).astype(np.float64)
-    across = scale.take(np.arange(first_row, first_row + rows) // block[0], axis=0)
-    if across.shape[1] > 1:
-        across = across.take(np.arange(columns) // block[1], axis=1)
-    product *= across
-    return round_to(product, np.dtype(dtype), "nan")
+    out = np.empty(codes.shape, dtype)
+    for r, c in tiles(*codes.shape, width=_TILE_COLUMNS):
+        product = widen(codes[r, c]).astype(np.float64)
+        across = scale.take(np.arange(first_row + r.start, first_row + r.stop) // block[0], axis=0)
+        if across.shape[1] > 1:
+            across = across.take(np.arange(c.start, c.stop) // block[1], axis=1)
+        product *= across
+        out[r, c] = round_to(product, out.dtype, "nan")
+    return out
 
 
 def candidates(name: str) -> tuple[str, ...]:

@@ -2,7 +2,6 @@
 report."""
 
 from sp24cli.ops.checkpoint import (
-    Done,
     prune_checkpoint,
     quantize_checkpoint,
     unpack_checkpoint,
@@ -10,6 +9,7 @@ from sp24cli.ops.checkpoint import (
 from sp24cli.ops.inspect import InspectReport, inspect_file
 from sp24cli.ops.prune import PruneReport, prune_file
 from sp24cli.ops.quantize import QuantizeReport, quantize_file
+from sp24cli.ops.shards import Done
 from sp24cli.ops.unpack import UnpackReport, unpack_file
 
 __all__ = [

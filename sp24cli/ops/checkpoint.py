@@ -1,119 +1,26 @@
-"""Operations on a file or on a whole checkpoint, shard by shard.
-
-A checkpoint is written into a new folder: all inputs are checked first, then each shard appears
-when it is complete, then the other files are carried over and the index is written. Until then
-a journal in the folder says what is done, and a run with ``resume`` goes on from there.
-"""
+"""Operations on a file or on a whole checkpoint, and what config.json says of their result."""
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import json
-import os
-import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from functools import partial
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
-from sp24cli.checkpoint import index
-from sp24cli.checkpoint.folder import (
-    JOURNAL_NAME,
-    OTHER_WEIGHTS,
-    Checkpoint,
-    LeftOut,
-    Shard,
-    check_output_folder,
-    is_checkpoint,
-    is_leftover,
-    open_checkpoint,
-)
-from sp24cli.checkpoint.header import Header, TensorEntry, label, load_object, parse, quote
-from sp24cli.checkpoint.names import Selection
 from sp24cli.checkpoint.packedfile import VERSION
-from sp24cli.checkpoint.reader import SafetensorsFile
-from sp24cli.errors import BadInputError, Sp24Error
-from sp24cli.formats.dequantized import open_dense, shard_paths
+from sp24cli.formats.dequantized import shard_paths
 from sp24cli.formats.scales import FP8_DTYPES
-from sp24cli.ops.choose import Choice
 from sp24cli.ops.convert import ConvertReport, convert_file
 from sp24cli.ops.dequantize import dequantize_file, is_foreign
-from sp24cli.ops.journal import Journal, copy_file, fingerprint, replace_file, sync_folder
-from sp24cli.ops.plan import (
-    ANNOUNCE,
-    Announced,
-    make_plan,
-    not_finite,
-    stored_order,
-    tensor_label,
-)
 from sp24cli.ops.prune import PruneReport, prune_file
 from sp24cli.ops.quantize import QuantizeReport, quantize_file
-from sp24cli.ops.report import document, share
-from sp24cli.ops.stream import Progress, bands, default_workers, map_bands
+from sp24cli.ops.report import share
+from sp24cli.ops.shards import Done, Operation, run
+from sp24cli.ops.stream import Progress
 from sp24cli.ops.unpack import UnpackReport, unpack_file
-from sp24cli.pruning import permute
-from sp24cli.sparsity import GROUP, find_nonfinite, find_violation
 
-CONFIG_NAME = "config.json"
 CONFIG_KEY = "quantization_config"
 QUANT_METHOD = "sp24"
-
-
-class _Report(Protocol):
-    """What the reports of all operations have: see `sp24cli.ops`."""
-
-    @property
-    def output_bytes(self) -> int: ...
-    def to_json(self) -> dict[str, Any]: ...
-
-
-R = TypeVar("R", bound=_Report)
-
-
-@dataclass(frozen=True)
-class ShardDone:
-    """One shard; ``resumed`` if an earlier run had finished it."""
-
-    name: str
-    source_bytes: int
-    output_bytes: int
-    resumed: bool
-
-
-@dataclass(frozen=True)
-class FolderReport:
-    """What happened to a checkpoint around its tensors.
-
-    ``index`` is the name of the new index, None where one shard needs none. ``disk_bytes`` is
-    the room that the run needed (in a dry run: would need) on the disk.
-    """
-
-    shards: tuple[ShardDone, ...]
-    index: str | None
-    carried: tuple[str, ...]
-    left_out: tuple[LeftOut, ...]
-    disk_bytes: int
-
-    @property
-    def resumed(self) -> int:
-        return sum(shard.resumed for shard in self.shards)
-
-
-@dataclass(frozen=True)
-class Done(Generic[R]):
-    """The report of an operation on all tensors, and for a checkpoint that on its files."""
-
-    report: R
-    folder: FolderReport | None
-
-    def to_json(self) -> dict[str, Any]:
-        result = self.report.to_json()
-        if self.folder is not None:
-            result["checkpoint"] = document(self.folder)
-        return result
 
 
 def prune_checkpoint(
@@ -135,7 +42,7 @@ def prune_checkpoint(
         Sp24Error: the output may not or cannot be written; what is finished stays.
     """
     _add_siblings(source, options)
-    operation = _Operation(
+    operation = Operation(
         "prune",
         prune_file,
         PruneReport,
@@ -144,7 +51,7 @@ def prune_checkpoint(
         find_nonfinite=True,
         config=_dense_config if options.get("dequantize_fp8") else None,
     )
-    done = _run(operation, source, output, resume, overwrite, progress)
+    done = run(operation, source, output, resume, overwrite, progress)
     if done.folder is None:
         return done
     tensors = done.report.tensors
@@ -175,7 +82,7 @@ def quantize_checkpoint(
         before = _dense_config(config, report) if options.get("dequantize_fp8") else config
         return _packed_config(before, report)
 
-    operation = _Operation(
+    operation = Operation(
         "quantize",
         quantize_file,
         QuantizeReport,
@@ -185,7 +92,7 @@ def quantize_checkpoint(
         find_violation=not options.get("prune", False),
         config=config,
     )
-    return _run(operation, source, output, resume, overwrite, progress)
+    return run(operation, source, output, resume, overwrite, progress)
 
 
 def unpack_checkpoint(
@@ -205,8 +112,8 @@ def unpack_checkpoint(
     if not options.get("codes") and is_foreign(source):
         function, config = dequantize_file, _dense_config
         options = {"dtype": options.get("dtype"), "siblings": shard_paths(source)}
-    operation = _Operation("unpack", function, UnpackReport, options, workers, config=config)
-    return _run(operation, source, output, resume, overwrite, progress)
+    operation = Operation("unpack", function, UnpackReport, options, workers, config=config)
+    return run(operation, source, output, resume, overwrite, progress)
 
 
 def convert_checkpoint(
@@ -221,10 +128,10 @@ def convert_checkpoint(
 ) -> Done[ConvertReport]:
     """`convert_file` for a file or a checkpoint, as `prune_checkpoint`."""
     options["siblings"] = shard_paths(source)
-    operation = _Operation(
+    operation = Operation(
         "convert", convert_file, ConvertReport, options, workers, config=_converted_config
     )
-    return _run(operation, source, output, resume, overwrite, progress)
+    return run(operation, source, output, resume, overwrite, progress)
 
 
 def _add_siblings(source: Path, options: dict[str, Any]) -> None:
@@ -275,420 +182,3 @@ def _unpacked_config(config: dict[str, Any], report: UnpackReport) -> dict[str, 
         return config
     dense = {key: value for key, value in config.items() if key != CONFIG_KEY}
     return {**dense, CONFIG_KEY: described["original"]} if "original" in described else dense
-
-
-@dataclass(frozen=True)
-class _Operation(Generic[R]):
-    """An operation on one file and what a checkpoint needs to know of it.
-
-    ``find_nonfinite`` and ``find_violation`` say what in the selected weights is an error;
-    ``config`` makes the new config.json.
-    """
-
-    name: str
-    function: Callable[..., R]
-    report: type[R]
-    options: Mapping[str, Any]
-    workers: int | None
-    find_nonfinite: bool = False
-    find_violation: bool = False
-    config: Callable[[dict[str, Any], R], dict[str, Any]] | None = None
-
-    def run(
-        self,
-        source: Path,
-        output: Path | None,
-        *,
-        overwrite: bool,
-        progress: Progress | None,
-    ) -> R:
-        return self.function(
-            source,
-            output,
-            workers=self.workers,
-            overwrite=overwrite,
-            progress=progress,
-            **self.options,
-        )
-
-    def announce(self, source: Path) -> Header:
-        """The header of what ``source`` becomes."""
-        try:
-            self.run(source, ANNOUNCE, overwrite=True, progress=None)
-        except Announced as announced:
-            return announced.header
-        raise AssertionError("an operation without a sink")
-
-
-@dataclass(frozen=True)
-class _Plan(Generic[R]):
-    """What a run will write: the header of every new shard, the index, the config."""
-
-    operation: _Operation[R]
-    checkpoint: Checkpoint
-    headers: Mapping[str, Header]
-    index: bytes | None
-    config: dict[str, Any] | None
-
-    @property
-    def names(self) -> set[str]:
-        names = {shard.name for shard in self.checkpoint.shards}
-        return names | {other.parts[0] for other in self.checkpoint.others} | {self.index_name}
-
-    @property
-    def index_name(self) -> str:
-        return self.checkpoint.index_name
-
-    def run(self, shard: Shard, output: Path | None, progress: Progress | None) -> R:
-        return self.operation.run(shard.path, output, overwrite=True, progress=progress)
-
-    def bytes_needed(self, shards: Sequence[Shard]) -> int:
-        others = sum((self.checkpoint.folder / o).stat().st_size for o in self.checkpoint.others)
-        return (
-            sum(self.headers[shard.name].file_bytes for shard in shards)
-            + others
-            + len(self.index or b"")
-        )
-
-
-def _run(
-    operation: _Operation[R],
-    source: Path,
-    output: Path | None,
-    resume: bool,
-    overwrite: bool,
-    progress: Progress | None,
-) -> Done[R]:
-    if not is_checkpoint(source):
-        report = operation.run(source, output, overwrite=overwrite, progress=progress)
-        return Done(report, None)
-    checkpoint = open_checkpoint(source)
-    if output is not None:
-        check_output_folder(output, checkpoint)
-    plan = _make_plan(operation, checkpoint)
-    if output is None:
-        return _dry_run(plan, source, progress)
-    return _write(plan, source, output, resume, overwrite, progress)
-
-
-def _make_plan(operation: _Operation[R], checkpoint: Checkpoint) -> _Plan[R]:
-    headers = {shard.name: operation.announce(shard.path) for shard in checkpoint.shards}
-    home: dict[str, str] = {}
-    for shard in checkpoint.shards:
-        for name in headers[shard.name].by_name:
-            if name in home:
-                raise BadInputError(
-                    f"{label(shard.path)}: would have a tensor {quote(name)}, as would "
-                    f"{label(home[name])}"
-                )
-            home[name] = shard.name
-    table = None
-    if checkpoint.index is not None:
-        total = sum(entry.nbytes for header in headers.values() for entry in header.entries)
-        table = index.build(home, total, checkpoint.index.metadata)
-    config = None
-    if operation.config is not None and Path(CONFIG_NAME) in checkpoint.others:
-        path = checkpoint.folder / CONFIG_NAME
-        try:
-            config = load_object(path.read_text(encoding="utf-8"), f"{label(path)}: config")
-        except UnicodeDecodeError as error:
-            raise BadInputError(f"{label(path)}: is not UTF-8 at byte {error.start}") from error
-    return _Plan(operation, checkpoint, headers, table, config)
-
-
-def _dry_run(plan: _Plan[R], source: Path, progress: Progress | None) -> Done[R]:
-    shards = plan.checkpoint.shards
-    bar = _Bar(sum(shard.header.file_bytes for shard in shards), progress)
-    reports = []
-    for shard in shards:
-        part = bar.part(shard.header.file_bytes)
-        reports.append(plan.run(shard, None, part))
-    return _done(plan, source, None, reports, (), plan.bytes_needed(shards))
-
-
-def _write(
-    plan: _Plan[R],
-    source: Path,
-    output: Path,
-    resume: bool,
-    overwrite: bool,
-    progress: Progress | None,
-) -> Done[R]:
-    operation, shards = plan.operation, plan.checkpoint.shards
-    inputs = [shard.path for shard in shards]
-    journal = Journal(
-        output, fingerprint(operation.name, operation.options, inputs), operation.report
-    )
-    is_new = not output.exists()
-    with contextlib.ExitStack() as stack:
-        finished: dict[str, R] = {}
-        if not is_new:
-            stack.enter_context(_lock(output))
-            if _may_resume(plan, output, resume, overwrite):
-                journal.load()
-                finished = _finished(plan, output, journal)
-        todo = [shard for shard in shards if shard.name not in finished]
-        needed = plan.bytes_needed(todo)
-        _check_room(output, needed)
-        scans = operation.find_nonfinite or operation.find_violation
-        size = sum(shard.header.file_bytes for shard in todo)
-        bar = _Bar((1 + scans) * size, progress)
-        if scans:
-            for shard in todo:
-                _scan(operation, shard, bar.part(shard.header.file_bytes))
-        if is_new:
-            _make_folder(output)
-            stack.enter_context(_lock(output))
-        try:
-            _begin(plan, output, journal)
-            reports = []
-            for shard in shards:
-                if shard.name in finished:
-                    reports.append(finished[shard.name])
-                    continue
-                part = bar.part(shard.header.file_bytes)
-                reports.append(plan.run(shard, output / shard.name, part))
-                journal.add(shard.name, reports[-1])
-                is_new = False
-            done = _done(plan, source, output, reports, finished, needed)
-            _carry_over(plan, output, done.report)
-            journal.remove()
-        except OSError as error:
-            raise Sp24Error(f"{label(output)}: cannot be written: {error.strerror}") from error
-        finally:
-            if is_new:
-                # Nothing was finished in a folder that was not there: it goes again.
-                with contextlib.suppress(OSError):
-                    journal.path.unlink(missing_ok=True)
-                    output.rmdir()
-    return done
-
-
-def _may_resume(plan: _Plan[R], output: Path, resume: bool, overwrite: bool) -> bool:
-    """Whether the folder that is there is an unfinished output; `Sp24Error` if it may not be
-    used at all."""
-    names = os.listdir(output)
-    if not names:
-        return False
-    unfinished = JOURNAL_NAME in names
-    if resume and unfinished:
-        return True
-    where = label(output)
-    if not overwrite:
-        if unfinished:
-            raise Sp24Error(
-                f"{where}: is an unfinished output; --resume finishes it, --force starts again"
-            )
-        if resume and _looks_finished(plan, output):
-            # Cut off after its last step, or not at all: nothing says by which options, so it is
-            # done again, to the same bytes.
-            return False
-        if resume:
-            raise Sp24Error(
-                f"{where}: has no journal to resume by: it is not an output of this run"
-            )
-        raise Sp24Error(f"{where}: exists already and is not empty; --force replaces what is there")
-    for name in sorted(names):
-        if name.endswith(OTHER_WEIGHTS) and name not in plan.names:
-            raise Sp24Error(f"{where}: has {label(name)}, which would stay; choose another output")
-    return False
-
-
-def _looks_finished(plan: _Plan[R], output: Path) -> bool:
-    """Whether the folder has the index and the headers of what this run would write."""
-    try:
-        if plan.index is not None and (output / plan.index_name).read_bytes() != plan.index:
-            return False
-        return all(parse(output / name) == header for name, header in plan.headers.items())
-    except (OSError, BadInputError):
-        return False
-
-
-def _finished(plan: _Plan[R], output: Path, journal: Journal) -> dict[str, R]:
-    """The reports of the shards that need not be done again."""
-    finished = {}
-    for shard in plan.checkpoint.shards:
-        report = journal.finished(shard.name)
-        if report is None:
-            continue
-        with contextlib.suppress(BadInputError):
-            if parse(output / shard.name) == plan.headers[shard.name]:
-                finished[shard.name] = report
-    return finished
-
-
-def _begin(plan: _Plan[R], output: Path, journal: Journal) -> None:
-    """Mark the folder as unfinished; take away what an earlier run has left halfway."""
-    journal.save()
-    for name in os.listdir(output):
-        # Links would be written through, to wherever they lead.
-        if is_leftover(name) or ((output / name).is_symlink() and name in plan.names):
-            (output / name).unlink()
-    if plan.index is not None:
-        (output / plan.index_name).unlink(missing_ok=True)
-
-
-def _carry_over(plan: _Plan[R], output: Path, report: R) -> None:
-    for other in plan.checkpoint.others:
-        target = output / other
-        for folder in reversed(other.parents[:-1]):
-            if (output / folder).is_symlink():
-                raise Sp24Error(f"{label(output / folder)}: is a link; choose another output")
-            (output / folder).mkdir(exist_ok=True)
-        if str(other) == CONFIG_NAME and plan.config is not None:
-            assert plan.operation.config is not None
-            config = plan.operation.config(plan.config, report)
-            replace_file(target, [(json.dumps(config, indent=2) + "\n").encode()])
-        else:
-            copy_file(plan.checkpoint.folder / other, target)
-    if plan.index is not None:
-        replace_file(output / plan.index_name, [plan.index])
-    sync_folder(output)
-
-
-def _done(
-    plan: _Plan[R],
-    source: Path,
-    output: Path | None,
-    reports: Sequence[R],
-    finished: Mapping[str, R] | tuple[()],
-    needed: int,
-) -> Done[R]:
-    checkpoint = plan.checkpoint
-    folder = FolderReport(
-        shards=tuple(
-            ShardDone(s.name, s.header.file_bytes, r.output_bytes, s.name in finished)
-            for s, r in zip(checkpoint.shards, reports, strict=True)
-        ),
-        index=plan.index_name or None,
-        carried=tuple(str(other) for other in checkpoint.others),
-        left_out=checkpoint.left_out,
-        disk_bytes=needed,
-    )
-    named = {"source": str(source), "output": None if output is None else str(output)}
-    return Done(_joined(reports, named), folder)
-
-
-def _joined(reports: Sequence[R], named: Mapping[str, Any]) -> R:
-    """One report of all shards: tensors in order, counts added up; the rest is the same in all."""
-    whole: dict[str, Any] = {}
-    for field in fields(reports[0]):  # type: ignore[arg-type]
-        values = [getattr(report, field.name) for report in reports]
-        if field.name in named:
-            whole[field.name] = named[field.name]
-        elif isinstance(values[0], tuple):
-            whole[field.name] = tuple(item for value in values for item in value)
-        elif type(values[0]) is int:
-            whole[field.name] = sum(values)
-        else:
-            whole[field.name] = values[0]
-    return replace(reports[0], **whole)  # type: ignore[type-var]
-
-
-def _scan(operation: _Operation[R], shard: Shard, progress: Progress | None) -> None:
-    """Read the selected weights of a shard for what the operation would refuse."""
-    options = operation.options
-    workers = operation.workers or default_workers()
-    selection = options.get("selection") or Selection()
-    choice = options.get("choice") or Choice()
-    siblings = options.get("siblings", ())
-    with open_dense(shard.path, selection, options.get("dequantize_fp8"), siblings) as file:
-        chosen = make_plan(file, selection, group=choice.pattern.group).chosen
-        size = sum(entry.nbytes for entry in chosen)
-        done = 0
-        for entry in chosen:
-            rows, columns = entry.shape
-            look = partial(_look, file, entry, operation.find_violation)
-            for count in map_bands(look, bands(rows, columns), columns, workers):
-                done += count
-                if progress is not None:
-                    progress(done, size)
-    if progress is not None:
-        progress(1, 1)
-
-
-def _look(
-    file: SafetensorsFile, entry: TensorEntry, find_violations: bool, start: int, stop: int
-) -> int:
-    """The bytes of some rows of a weight that are as they must be, else `BadInputError`."""
-    name, where = entry.name, tensor_label(file, entry.name)
-    dense = file.array(name, slice(start, stop))
-    if (place := find_nonfinite(dense)) is not None:
-        raise not_finite(where, dense, start, place)
-    if find_violations:
-        order = stored_order(file, entry)
-        if order is not None:
-            dense = permute.apply(dense, order)
-        if (place := find_violation(dense)) is not None:
-            row, group = place
-            raise BadInputError(
-                f"{where}: more than two nonzeros at row {start + row}, group {group} "
-                f"(columns {GROUP * group} to {GROUP * group + GROUP - 1}): not 2:4"
-            )
-    file.drop_cache(name, slice(start, stop))
-    return dense.nbytes
-
-
-class _Bar:
-    """One progress over several parts, each of which counts for itself."""
-
-    def __init__(self, total: int, progress: Progress | None) -> None:
-        self._total = total
-        self._progress = progress
-        self._begun = 0
-
-    def part(self, size: int) -> Progress | None:
-        """The progress of the next part, which counts as ``size`` of the whole."""
-        begun, progress = self._begun, self._progress
-        self._begun += size
-        if progress is None:
-            return None
-        report = progress
-
-        def advance(done: int, total: int) -> None:
-            report(begun + (size * done // total if total else size), self._total)
-
-        return advance
-
-
-def _check_room(output: Path, needed: int) -> None:
-    folder = output if output.exists() else output.absolute().parent
-    try:
-        free = shutil.disk_usage(folder).free
-    except OSError as error:
-        raise Sp24Error(f"{label(folder)}: {error.strerror}") from error
-    if free < needed:
-        raise Sp24Error(
-            f"{label(output)}: needs {needed} bytes, but {label(folder)} has {free} free"
-        )
-
-
-def _make_folder(output: Path) -> None:
-    try:
-        output.mkdir()
-    except OSError as error:
-        raise Sp24Error(f"{label(output)}: cannot be made: {error.strerror}") from error
-
-
-@contextlib.contextmanager
-def _lock(folder: Path) -> Iterator[None]:
-    """Keep other runs out of ``folder``; the system lets go of it with the process."""
-    try:
-        import fcntl
-    except ImportError:
-        yield
-        return
-    try:
-        descriptor = os.open(folder, os.O_RDONLY)
-    except OSError as error:
-        raise Sp24Error(f"{label(folder)}: cannot be read: {error.strerror}") from error
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            # Some network file systems have no locks.
-            if error.errno in (errno.EAGAIN, errno.EACCES):
-                raise Sp24Error(f"{label(folder)}: another run is writing here") from error
-        yield
-    finally:
-        os.close(descriptor)

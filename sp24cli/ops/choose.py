@@ -142,8 +142,8 @@ class Chooser(Closing):
     ``searched`` are the tensors that get a new order: all that do not have the pattern yet.
 
     Raises:
-        BadInputError: the calibration lacks a tensor or has one of another shape or type;
-            a permutation in the file is none.
+        BadInputError: the calibration lacks a tensor or has one that cannot be, with file,
+            tensor and place; a permutation in the file is none.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class Chooser(Closing):
         """How the tensor is pruned.
 
         Raises:
-            BadInputError: norms or a Hessian that cannot be, with file, tensor and place.
+            BadInputError: a Hessian that its damping does not make positive definite.
         """
         name, pattern = entry.name, self.choice.pattern
         order = self._orders[name]
@@ -238,7 +238,6 @@ class Chooser(Closing):
         self, entry: TensorEntry, values: Array, order: Array | None, workers: int
     ) -> TensorChoice:
         choice = self.choice
-        check_hessian(values, entry.shape[1])
         if entry.name in self.searched:
             diagonal = widen(values.diagonal().copy()).astype(np.float64)
             order = self._search(entry, np.sqrt(diagonal), workers)
@@ -270,6 +269,12 @@ class Chooser(Closing):
                 f"{where}: {what} of a weight {list(entry.shape)} must be {list(shape)}, "
                 f"not {list(found.shape)}"
             )
+        check = check_norms if self.choice.method == "wanda" else check_hessian
+        try:
+            check(file.array(entry.name), k)
+        except BadInputError as fault:
+            raise BadInputError(f"{where}: {fault}") from fault
+        file.drop_cache(entry.name)
 
     def _search(self, entry: TensorEntry, norms: Array | None, workers: int) -> Array:
         """The order in which most is kept; that of the file when the search found none better."""

@@ -161,7 +161,7 @@ def copy_tensor(file: SafetensorsFile, name: str, sink: Sink, meter: Meter) -> N
             part = raw[start : start + _COPY_BYTES]
             sink.write(name, part)
             meter.add(part.nbytes)
-    file.drop_cache(name)
+            file.drop_cache(name)
 
 
 def is_24(file: SafetensorsFile, entry: TensorEntry, order: Array | None = None) -> bool:

@@ -192,6 +192,6 @@ def _first_difference(
         differs = mine[part] != theirs[part]
         if differs.any():
             return start + int(differs.argmax())
-    for f in (file, original):
-        f.drop_cache(entry.name)
+        for f in (file, original):
+            f.drop_cache(entry.name)
     return None

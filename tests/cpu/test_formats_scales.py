@@ -119,6 +119,17 @@ def test_ragged_blocks_of_128_need_no_config(tmp_path: Path) -> None:
         assert np.array_equal(file.array(NAME), want)
 
 
+def test_a_weight_wider_than_a_tile_is_right(tmp_path: Path) -> None:
+    weight, scale = codes(1, (40, 16640)), a_scale(2, (2, 130))
+    source = save(tmp_path / "in", {NAME: weight, f"{NAME}_scale_inv": scale})
+    config = {"quantization_config": {"weight_block_size": [32, 128]}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    want = weight.astype(np.float32) * np.repeat(np.repeat(scale, 32, axis=0)[:40], 128, axis=1)
+    with open_dense(source, Selection(), "F32") as file:
+        assert np.array_equal(file.array(NAME), want)
+        assert np.array_equal(file.array(NAME, slice(30, 40)), want[30:])
+
+
 @pytest.mark.parametrize(
     ("rows", "count", "side"),
     [

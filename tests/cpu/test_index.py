@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 import re
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from sp24cli.checkpoint import index
 from sp24cli.checkpoint.folder import open_checkpoint
@@ -137,6 +140,41 @@ def test_what_is_no_index(raw: bytes, words: str, model: Path) -> None:
     (model / INDEX).write_bytes(raw)
     with pytest.raises(BadInputError, match=words):
         index.parse(model / INDEX)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.binary(max_size=64)
+    | st.builds(
+        lambda m, w: json.dumps({"metadata": m, "weight_map": w}).encode(),
+        JSON,
+        JSON | st.dictionaries(st.text(), st.sampled_from([shard(1), "../x", ""]) | JSON),
+    )
+)
+def test_whatever_an_index_holds_it_is_read_or_refused_in_one_line(raw: bytes) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / INDEX
+        path.write_bytes(raw)
+        fault = None
+        try:
+            found = index.parse(path)
+        except BadInputError as error:
+            fault = str(error)
+    if fault is None:
+        assert found.weight_map
+        assert all("/" not in name for name in found.shards)
+    else:
+        assert fault.isprintable()
+        assert fault.startswith(str(path))
 
 
 def test_an_index_too_long_is_not_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ import pytest
 
 import sp24cli
 from sp24cli.checkpoint.folder import JOURNAL_NAME
+from sp24cli.checkpoint.writer import StreamingWriter
 from sp24cli.cli.main import run
 from sp24cli.errors import BadInputError, Sp24Error
 from sp24cli.ops import (
@@ -723,6 +724,61 @@ def test_a_full_disk_keeps_what_is_finished(
     assert run([*command, "--resume"]) == 0
     assert "2 of 4 shards were finished by an earlier run" in capsys.readouterr().err
     assert contents(output) == whole
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO])
+def test_a_fault_at_any_step_is_one_line_and_the_next_run_finishes(
+    number: int,
+    model: Path,
+    whole: dict[str, bytes],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    before = contents(model)
+    steps = {
+        (os, "replace"): os.replace,
+        (os, "fsync"): os.fsync,
+        (os, "mkdir"): os.mkdir,
+        (StreamingWriter, "_put"): StreamingWriter._put,
+    }
+    moment = seen = 0
+
+    def faulty(real: Callable[..., Any]) -> Callable[..., Any]:
+        def step(*arguments: Any, **more: Any) -> Any:
+            nonlocal seen
+            seen += 1
+            if seen == moment:
+                raise OSError(number, os.strerror(number))
+            return real(*arguments, **more)
+
+        return step
+
+    faults = 0
+    while True:
+        moment, seen = moment + 1, 0
+        output = tmp_path / f"out{moment}"
+        command = ["quantize", str(model), "--prune", "--scale", "vector", "-o", str(output)]
+        with monkeypatch.context() as patch:
+            for (owner, name), real in steps.items():
+                patch.setattr(owner, name, faulty(real))
+            code = run(command)
+        captured = capsys.readouterr()
+        if seen < moment:
+            break
+        if code:
+            faults += 1
+            assert code == 1
+            assert captured.err.startswith("sp24: error: ")
+            assert captured.err.count("\n") == 1
+            assert os.strerror(number) in captured.err
+            there = contents(output)
+            for name in {*there} & {*whole}:
+                assert there[name] == whole[name], (moment, name)
+            assert run([*command, "--resume", "--quiet"]) == 0
+        assert contents(output) == whole, moment
+    assert contents(model) == before
+    assert faults > 30
 
 
 def test_a_run_that_finished_nothing_leaves_nothing(

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 import sp24cli
+from sp24cli.checkpoint.names import Selection
 from sp24cli.cli.main import run
 from sp24cli.errors import BadInputError, Sp24Error
-from sp24cli.ops import prune_file, quantize_file, stream, unpack_file
+from sp24cli.ops import prune_checkpoint, prune_file, quantize_file, stream, unpack_file
 from sp24cli.ops.choose import Choice
 from sp24cli.optypes import OPERAND_TYPES
 from sp24cli.pruning import permute
@@ -20,11 +21,13 @@ from sp24cli.scaling import ScaleSpec
 from sp24cli.sparsity import find_violation, prune_24
 from sp24cli.verify import verify_file
 from sp24cli.verify.result import TensorVerdict
+from tests.cpu.checkpoints import shard, small_model, write_checkpoint
 from tests.cpu.modelfile import DTYPES, Array, load, naive_prune, normal, save
 from tests.cpu.test_pruning_permute import kept, squares
 from tests.cpu.test_pruning_sparsegpt import inputs, naive_sparsegpt
 from tests.cpu.test_pruning_wanda import naive_wanda
 
+EXPERTS = "model.layers.0.mlp.experts.gate_up_proj"
 SHAPES = {"a.weight": (50, 48), "b.weight": (33, 16)}
 E4M3 = OPERAND_TYPES["e4m3"]
 
@@ -426,6 +429,69 @@ def test_weights_that_are_not_finite_are_named(
         options: Any = {"optype": E4M3, "spec": ScaleSpec("vector"), "prune": True}
         with pytest.raises(BadInputError, match=r"'a.weight': (nan|inf) at row 17, column 9"):
             quantize_file(model, tmp_path / "out", choice=choice, **options)
+    assert not (tmp_path / "out").exists()
+
+
+# --- checkpoints ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Four shards with stacked experts; Hessians of all their weights beside them."""
+    folder = write_checkpoint(tmp_path / "folder")
+    hessians = {}
+    for tensors in small_model():
+        for name, array in tensors.items():
+            if name.endswith((".q.weight", ".up.weight")):
+                x = inputs(len(hessians), array.shape[1])
+                hessians[name] = (x @ x.T).astype(np.float32)
+            if "experts" in name:
+                for expert in range(len(array)):
+                    x = inputs(len(hessians), array.shape[2])
+                    hessians[f"{name}.{expert}"] = (x @ x.T).astype(np.float32)
+    save(tmp_path / "hessians", hessians)
+    return folder
+
+
+def test_a_checkpoint_by_sparsegpt_permuted_with_its_experts(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calibrated = ["--method", "sparsegpt", "--hessians", str(tmp_path / "hessians"), "--permute"]
+    pruned, packed, dense = (str(tmp_path / name) for name in ("pruned", "packed", "dense"))
+    assert run(["prune", str(folder), "-o", pruned, "--experts", *calibrated]) == 0
+    packing = ["--scale", "vector", "--experts"]
+    assert run(["quantize", pruned, "-o", packed, *packing]) == 0
+    assert run(["verify", packed, "--against", pruned, "--device", "cpu"]) == 0
+    assert run(["unpack", packed, "-o", dense]) == 0
+    assert run(["quantize", dense, "-o", str(tmp_path / "again"), *packing]) == 0
+    assert "7 of 7 packed tensors are right" in capsys.readouterr().out
+    for number in range(1, 5):
+        before, after = (load(Path(p) / shard(number))[0] for p in (pruned, dense))
+        assert before.keys() == after.keys()
+        for name, array in before.items():
+            assert after[name].shape == array.shape
+            if name.endswith("_perm"):
+                assert after[name].tobytes() == array.tobytes()
+    assert f"{EXPERTS}.2_perm" in load(Path(pruned) / shard(2))[0]
+
+
+def test_calibration_is_checked_for_all_shards_before_anything_is_written(
+    folder: Path, tmp_path: Path
+) -> None:
+    bad = load(tmp_path / "hessians")[0]
+    last = "model.layers.1.attn.q.weight"
+    bad[last] = bad[last].copy()
+    bad[last][31, 4] = np.nan
+    save(tmp_path / "hessians", bad)
+    with pytest.raises(
+        BadInputError, match=r"1.attn.q.weight.*: Hessian is nan at row 31, column 4"
+    ):
+        prune_checkpoint(
+            folder,
+            tmp_path / "out",
+            selection=Selection(experts=True),
+            choice=Choice("sparsegpt", calibration=tmp_path / "hessians"),
+        )
     assert not (tmp_path / "out").exists()
 
 

@@ -14,6 +14,7 @@ from sp24cli.formats import bitmask
 from sp24cli.formats.foreign import BITMASK, FP8, SP24
 from sp24cli.metadata import EMPTY_NIBBLE, LEGAL_NIBBLES, encode
 from sp24cli.ops import quantize_file, stream, unpack_file
+from sp24cli.ops.checkpoint import convert_checkpoint
 from sp24cli.ops.convert import convert_file
 from sp24cli.ops.dequantize import dequantize_file
 from sp24cli.optypes import OPERAND_TYPES
@@ -209,6 +210,8 @@ def test_a_file_of_another_tool_is_packed_and_right(tmp_path: Path) -> None:
         ({"shape": np.array([24, 24])}, r"'m.a.compressed' is \[24, 10\], not \[24, 12\]"),
         ({"shape": np.array([24, 18])}, r"'m.a.shape': \[24, 18\] is not \[M, K\]"),
         ({"shape": np.array([-1, 20])}, r"\[-1, 20\] is not \[M, K\]"),
+        ({"shape": np.array([24, 0])}, r"\[24, 0\] is not \[M, K\]"),
+        ({"shape": np.array([2**62, 2**62])}, r"'m.a.compressed' is \[24, 10\], not"),
         ({"shape": np.array([24, 20, 1])}, r"is I64 \[3\], not I64 \[2, 1\]"),
         ({"shape": np.array([24.0, 20.0])}, r"is F64 \[2\], not I64 \[2, 1\]"),
         ({"bitmask": np.full((24, 2), 0x33, np.uint8)}, r"'m.a.bitmask' is \[24, 2\]"),
@@ -235,6 +238,28 @@ def test_what_is_wrong_with_a_bitmask_is_said(
         convert_file(source, tmp_path / "out", format=SP24)
     assert str(error.value).startswith(str(source))
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("format", [BITMASK, FP8])
+def test_a_scale_in_another_shard_is_found(tmp_path: Path, format: str) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    convert_file(pack(tmp_path), tmp_path / "whole", format=format)
+    tensors, metadata = load(tmp_path / "whole")
+    names = ["1.safetensors", "2.safetensors"]
+    homes = {key: names[key in ("m.a.weight_scale", "m.norm.weight")] for key in tensors}
+    for name in names:
+        save(folder / name, {k: t for k, t in tensors.items() if homes[k] == name}, metadata)
+    index = {"metadata": {}, "weight_map": homes}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    convert_checkpoint(folder, tmp_path / "out", format=SP24)
+    first, second = (load(tmp_path / "out" / name)[0] for name in names)
+    assert set(second) == {"m.norm.weight"}
+    want = load(tmp_path / "packed")[0]
+    for key in ("m.a.weight_values", "m.a.weight_meta", "m.a.weight_scale", "m.b.weight_scale"):
+        assert first[key].tobytes() == want[key].tobytes()
+    with pytest.raises(BadInputError, match="no weight that is packed"):
+        convert_file(folder / names[1], None, format=SP24)
 
 
 def test_fp8_that_is_not_sparse_is_named(tmp_path: Path) -> None:

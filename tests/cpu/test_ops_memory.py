@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import sp24cli
@@ -57,11 +58,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_peaks_stay_below_a_tensor(model: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("out")
     small = save(folder / "small", {})
+    norms = save(folder / "norms", {"a.weight": np.ones(COLUMNS, np.float32)})
     base = peak("inspect", small)
     packed = folder / "packed"
     peaks = {
         "inspect": peak("inspect", model),
         "prune": peak("prune", model, "--dry-run", "--workers", 2),
+        "pattern": peak("prune", model, "--dry-run", "--pattern", "4:8", "--workers", 2),
+        "wanda": peak(
+            *("prune", model, "--dry-run", "--method", "wanda", "--workers", 2),
+            *("--activation-norms", norms),
+        ),
+        "copy": peak("prune", model, "-o", folder / "copy", "--exclude", "*"),
         "tensor": peak("quantize", model, "--dry-run", "--scale", "tensor", "--workers", 2),
         "block": peak(
             "quantize", model, "--dry-run", "--scale", "block", "--prune", "--workers", 2

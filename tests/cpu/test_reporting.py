@@ -33,6 +33,9 @@ def model() -> dict[str, Array]:
     tensors["outlier.weight"][3, 5] = 30000
     tensors[ODD] = normal(10, (64, 32), "F32")
     tensors["norm.weight"] = normal(11, (64,), "BF16")
+    # Several bands, the least scale in none of the outer ones.
+    tensors["tall.weight"] = normal(12, (200, 32), "BF16")
+    tensors["tall.weight"][100] *= tensors["tall.weight"].dtype.type(0.125)
     return tensors
 
 
@@ -141,7 +144,9 @@ def test_the_worst_come_first_with_the_reason(source: Path) -> None:
     rest = summary.layers[2:]
     assert all(layer.doubts == () for layer in rest)
     assert [layer.error for layer in rest] == sorted((x.error for x in rest), reverse=True)
-    assert summary.verdict == ("2 of 9 layers stand out; the largest change of a weight is 70.7 %.")
+    assert summary.verdict == (
+        "2 of 10 layers stand out; the largest change of a weight is 70.7 %."
+    )
 
 
 def test_clipping_and_noise_are_doubted(tmp_path: Path) -> None:
@@ -195,7 +200,7 @@ def test_a_page_of_pruning_has_its_own_columns(source: Path) -> None:
 def test_markdown_has_the_same_table(source: Path) -> None:
     text = as_markdown(summarize(quantized(source)))
     lines = [line for line in text.splitlines() if line.startswith("| `")]
-    assert len(lines) == 10
+    assert len(lines) == 11
     assert lines[0].startswith("| `flat.weight` | 64×64 | 70.7 % | 50.00 % |")
     (odd,) = (line for line in lines if "odd" in line)
     cells = re.split(r"(?<!\\)\|", odd)
@@ -229,7 +234,7 @@ def test_commands_write_it(
         assert document["output"] == str(output)
         assert document["worst"][0]["name"] == "flat.weight"
         assert document["verdict"].startswith(
-            "2 of 9 layers" if command == "quantize" else "1 of 9 layers"
+            "2 of 10 layers" if command == "quantize" else "1 of 10 layers"
         )
         assert {t["name"] for t in document["tensors"]} == {t["name"] for t in document["worst"]}
     elif kind == "html":
