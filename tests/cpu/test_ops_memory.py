@@ -69,7 +69,7 @@ def test_peaks_stay_below_a_tensor(model: Path, tmp_path_factory: pytest.TempPat
             *("prune", model, "--dry-run", "--method", "wanda", "--workers", 2),
             *("--activation-norms", norms),
         ),
-        "copy": peak("prune", model, "-o", folder / "copy", "--exclude", "*"),
+        "copy": peak("prune", model, "-o", folder / "copy", "--exclude", "*", "-q"),
         "tensor": peak("quantize", model, "--dry-run", "--scale", "tensor", "--workers", 2),
         "block": peak(
             "quantize", model, "--dry-run", "--scale", "block", "--prune", "--workers", 2
