@@ -129,9 +129,11 @@ class Device:
     @classmethod
     def open(cls, ordinal: int = 0) -> Device:
         """The GPU of that number, opened once; `NoGpuError` in one line if none fits."""
-        if ordinal in _opened:
-            return _opened[ordinal]
         cu = api()
+        if ordinal in _opened:
+            # The context is current by thread.
+            check(cu.cuCtxSetCurrent(_opened[ordinal]._context))
+            return _opened[ordinal]
         count = int(check(cu.cuDeviceGetCount()))
         if ordinal >= count:
             raise NoGpuError(f"no usable GPU: number {ordinal} of {count} does not exist")
