@@ -16,7 +16,7 @@ from sp24cli.optypes import operand_type
 from sp24cli.packed import PackedMatrix
 from sp24cli.peers.cublaslt import CublasLt
 from sp24cli.peers.cusparselt import CusparseLt, SparsePlan
-from sp24cli.peers.library import NUMPY_TYPES, PeerError, PeerProblem
+from sp24cli.peers.loading import NUMPY_TYPES, PeerError, PeerProblem
 
 if TYPE_CHECKING:
     from sp24cli.gpu.device import Buffer, Device

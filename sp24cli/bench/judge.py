@@ -27,7 +27,7 @@ from sp24cli.errors import VerificationError
 from sp24cli.optypes import operand_type
 from sp24cli.packed import PackedMatrix
 from sp24cli.peers.cublaslt import CublasLt
-from sp24cli.peers.library import PeerProblem
+from sp24cli.peers.loading import PeerProblem
 from sp24cli.verify.result import Check
 
 if TYPE_CHECKING:

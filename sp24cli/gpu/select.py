@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 
-#: SM cycles a stage takes, by tile N: measured on an H200 where M and N fill it.
+#: SM cycles of a stage, by tile N, as far as they rank the tiles: rough values, from single timings
+#: of large shapes on an H200. What --tune measures goes before them.
 _STEP_CYCLES = {256: 640, 128: 464, 64: 384, 16: 300}
 
 #: The narrowest wgmma.

@@ -11,7 +11,7 @@ from ctypes import POINTER, byref, c_int, c_int32, c_int64, c_size_t, c_uint64, 
 from typing import TYPE_CHECKING, Any
 
 from sp24cli.closing import Closing
-from sp24cli.peers.library import (
+from sp24cli.peers.loading import (
     CUDA_DATA_TYPES,
     LibrarySource,
     PeerError,

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from sp24cli.peers.cublaslt import CublasLt
 from sp24cli.peers.cusparselt import CusparseLt
-from sp24cli.peers.library import NUMPY_TYPES, PeerAbsent, PeerError, PeerProblem
+from sp24cli.peers.loading import NUMPY_TYPES, PeerAbsent, PeerError, PeerProblem
 from sp24cli.sparsity import prune_24
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import sp24cli.gpu.device
 import sp24cli.gpu.matmul
 from sp24cli.bench import run as bench
 from sp24cli.bench.statistics import Settings
-from sp24cli.peers.library import NUMPY_TYPES, PeerAbsent, PeerError
+from sp24cli.peers.loading import NUMPY_TYPES, PeerAbsent, PeerError
 from sp24cli.verify.result import Check, NumericsResult
 
 SETTINGS = Settings(
@@ -179,7 +179,7 @@ class PeerPlan:
     compressed_bytes = 64
 
     def __init__(self, library, problem, algorithm, us):
-        self.library, self.problem, self.us = library, problem, us
+        self.opened, self.problem, self.us = library, problem, us
         self.algorithm = 0 if algorithm is None else algorithm
         self.key = (problem.order, algorithm)
         self.algorithm_count = 1 + max(
@@ -189,19 +189,19 @@ class PeerPlan:
 
     def compress(self, dense, compressed):
         p = self.problem
-        self.dense = self.library.device.array(dense, NUMPY_TYPES[p.operand], (p.m, p.k)).copy()
+        self.dense = self.opened.device.array(dense, NUMPY_TYPES[p.operand], (p.m, p.k)).copy()
 
     def enqueue(self, a, b, d):
-        p, device = self.problem, self.library.device
+        p, device = self.problem, self.opened.device
         operand = NUMPY_TYPES[p.operand]
 
         def multiply():
-            if self.key in self.library.idle:
+            if self.key in self.opened.idle:
                 return
             weight = self.dense if self.dense is not None else device.array(a, operand, (p.m, p.k))
             tokens = device.array(b, operand, (p.n, p.k)).astype(np.float64)
             got = p.alpha * (weight.astype(np.float64) @ tokens.T)
-            if self.key in self.library.wrong:
+            if self.key in self.opened.wrong:
                 got[p.m - 1, 0] += 5 * got.std()
             stored = got.T if p.order == "nm" else got
             device.array(d, NUMPY_TYPES[p.out], stored.shape)[:] = stored

@@ -115,9 +115,9 @@ def test_a_lost_scale_is_found(case):
 
 
 def test_measured_fp8_errors_lie_within_the_bounds():
-    """Relative errors of FP8 sums on the H200 (4.4e-4, 1.15e-3, 2.7e-3 at these K) would pass;
-    five times as much would not."""
-    for k, measured in ((4096, 4.4e-4), (8192, 1.15e-3), (28672, 2.7e-3)):
+    """Relative errors of FP8 sums as an H200 gave them at these K pass; five times as much would
+    not."""
+    for k, measured in ((4096, 7.24e-4), (8192, 1.165e-3), (28672, 2.652e-3)):
         limits = tolerance(operand_type("e4m3"), "f32", k, normal=True)
         assert measured < limits.frobenius < 5 * measured
         # ‖a‖‖b‖ is √K deviations of D; the largest of 10^8 errors lies 6 deviations out.

@@ -484,7 +484,6 @@ def test_verify_json(model: Path, packed: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_bench_without_a_gpu_exits_5(packed: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("sp24cli.cli.bench")
     capsys.readouterr()
     assert run(["bench", str(packed)]) == 5
     assert "no usable GPU" in one_line(capsys.readouterr().err)

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from sp24cli.peers import cublaslt, cusparselt, library, selfcheck
+from sp24cli.peers import cublaslt, cusparselt, loading, selfcheck
 from sp24cli.peers.cublaslt import CublasLt
 from sp24cli.peers.cusparselt import CusparseLt
-from sp24cli.peers.library import LibrarySource, PeerAbsent, PeerError, PeerProblem, declare
+from sp24cli.peers.loading import LibrarySource, PeerAbsent, PeerError, PeerProblem, declare
 
 
 class Function:
@@ -91,7 +91,7 @@ def test_a_named_path_is_the_only_one_tried(source, monkeypatch, tmp_path):
 
 
 def test_a_wheels_library_comes_before_the_loaders_path(source, monkeypatch, tmp_path):
-    monkeypatch.setattr(library, "nvidia_wheel_roots", lambda: [tmp_path])
+    monkeypatch.setattr(loading, "nvidia_wheel_roots", lambda: [tmp_path])
     found = tmp_path / "x" / "lib" / "libsp24-no-such.so.9"
     found.parent.mkdir(parents=True)
     found.write_bytes(b"not a library")

@@ -11,7 +11,7 @@ from sp24cli.bench.statistics import Settings
 from sp24cli.peers import selfcheck
 from sp24cli.peers.cublaslt import CublasLt
 from sp24cli.peers.cusparselt import CusparseLt
-from sp24cli.peers.library import PeerAbsent
+from sp24cli.peers.loading import PeerAbsent
 
 
 @pytest.mark.parametrize("kind", [CublasLt, CusparseLt])

@@ -1,0 +1,53 @@
+"""Device arrays of other libraries, as far as they are looked at before a GPU is."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sp24cli.errors import Sp24Error
+from sp24cli.gpu.arrays import view
+from sp24cli.gpu.matmul import matmul
+from sp24cli.optypes import operand_type
+
+M, N, K = 8, 3, 16
+
+
+def array(shape: tuple[int, ...], dtype: str, strides: tuple[int, ...] | None = None) -> Any:
+    """What the CUDA array interface tells of an array; ``strides`` in bytes."""
+    interface = {"shape": shape, "typestr": np.dtype(dtype).str, "data": (4096, False)}
+    return SimpleNamespace(__cuda_array_interface__=interface | {"strides": strides, "version": 3})
+
+
+#: All of a weight that is asked for before anything is launched.
+WEIGHT: Any = SimpleNamespace(shape=(M, K), type=operand_type("e4m3"), device=None)
+OUT = array((N, M), "f4")
+
+
+def test_views_tell_strides_in_elements() -> None:
+    plain = view(array((3, 4), "f4"), "x", 0)
+    assert (plain.ptr, plain.shape, plain.strides, plain.is_tight) == (4096, (3, 4), (4, 1), True)
+    padded = view(array((3, 4), "f4", (24, 4)), "x", 0)
+    assert (padded.strides, padded.is_tight) == ((6, 1), False)
+    assert view(array((1, 4), "f4", (4, 4)), "x", 0).is_tight  # one row: its stride means nothing
+
+
+@pytest.mark.parametrize(
+    ("x", "options", "fault"),
+    [
+        (array((N, K), "u1", (1, N)), {}, "x is not contiguous along K"),
+        (array((N, K), "u1", (0, 1)), {}, "rows overlap"),
+        (array((N, K), "u1"), {"scale": array((N,), "f4", (8,))}, "scale is not contiguous"),
+        (array((N, K), "u1"), {"bias": array((M,), "f4", (64,))}, "bias is not contiguous"),
+        (array((N, K), "u1"), {"bias": array((M,), "f8")}, "bias is float64"),
+        (array((N, K), "u1"), {"scale": array((N + 1,), "f4")}, r"scale is float32 \[4\]"),
+    ],
+)
+def test_arrays_that_would_be_read_wrong_are_refused(
+    x: Any, options: dict[str, Any], fault: str
+) -> None:
+    with pytest.raises(Sp24Error, match=fault):
+        matmul(WEIGHT, x, out=OUT, **options)
