@@ -13,6 +13,7 @@ from sp24cli.errors import Sp24Error
 from sp24cli.gpu.arguments import pack_struct, tensor_map
 from sp24cli.gpu.arrays import DeviceArray, View, view
 from sp24cli.gpu.device import Buffer, Device, Kernel
+from sp24cli.gpu.order import tile_order
 from sp24cli.gpu.select import Choice, candidates, chosen, cta_tiles
 from sp24cli.kernels import manifest
 from sp24cli.kernels.choices import Problem
@@ -26,23 +27,20 @@ OUT_DTYPES: dict[str, np.dtype[Any]] = {
     "f32": np.dtype(np.float32),
 }
 
-#: Cluster rows a group of the tile order. On an H200 at 4096x8192x8192 groups of 4 were 3 % slower
-#: in f16, groups of 16 as fast.
-RASTER = 8
-
 
 @dataclass(frozen=True)
 class Plan:
     """A kernel chosen for a weight and a number of tokens; `enqueue` runs it.
 
-    ``chosen_by`` says in words what the choice rests on.
+    ``chosen_by`` says in words what the choice rests on; ``raster`` is the tile order's, chosen by
+    the operands' sizes if not given.
     """
 
     weight: SparseWeight
     kernel: manifest.Entry
     loaded: Kernel
     n: int
-    raster: int = RASTER
+    raster: int | None = None
     chosen_by: str = "name"
 
     def enqueue(
@@ -77,6 +75,19 @@ class Plan:
             _pointer(x), k * item, self.n, ldx * item, (entry.box_bytes_b, entry.box_rows_b)
         )
         out_bytes = OUT_DTYPES[entry.out_type].itemsize
+        tiles = cta_tiles(entry, m, self.n)
+        cols = -(-self.n // entry.tile_n)
+        clusters = self.loaded.max_clusters
+        tile_rows = tiles // entry.cluster // cols
+        order = tile_order(
+            tile_rows,
+            cols,
+            clusters,
+            weight.image.nbytes,
+            self.n * ldx * item,
+            device.l2_bytes,
+            self.raster,
+        )
         args = pack_struct(
             manifest.load().args[entry.args],
             {
@@ -93,11 +104,11 @@ class Plan:
                 "scale_a_stride": int(weight.scale_rows),
                 "scale_b_stride": int(scale_b_rows),
                 "vector_store": int(out_ptr % 16 == 0 and ldd * out_bytes % 16 == 0),
-                "raster": self.raster,
+                "raster": order.raster,
+                "read_once": order.read_once,
             },
         )
-        tiles = cta_tiles(entry, m, self.n)
-        grid = min(tiles, self.loaded.max_clusters * entry.cluster)
+        grid = min(tiles, clusters * entry.cluster)
         # With few tokens and several tiles a CTA memory sets the pace, and CTAs that start one by
         # one read it less evenly (28672x16x8192: 38.8 us overlapped, 37.0 us not).
         overlap = tiles == grid or entry.tile_n >= 128
@@ -155,7 +166,7 @@ class SparseWeight:
         out_dtype: str = "bf16",
         order: str = "nm",
         kernel: str | None = None,
-        raster: int = RASTER,
+        raster: int | None = None,
     ) -> Plan:
         """The kernel for ``n`` tokens, or the one named ``kernel``."""
         if kernel is None:

@@ -19,7 +19,8 @@ namespace sp24 {
   X(int32_t, scale_a_stride)  /* 0: one scale for all rows; 1: one a row */                   \
   X(int32_t, scale_b_stride)  /* the same for B */                                            \
   X(int32_t, vector_store)    /* D and ldd allow 16-byte stores */                            \
-  X(int32_t, raster)          /* cluster rows a group of the tile order */
+  X(int32_t, raster)          /* cluster rows a group of the tile order */                    \
+  X(int32_t, read_once)       /* bit 0: A is read only once, bit 1: B; first to leave L2 */
 
 struct GemmArgs {
 #define X(type, name) type name;

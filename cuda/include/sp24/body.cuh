@@ -51,7 +51,8 @@ __device__ __forceinline__ void produce(const CUtensorMap* map_b, const GemmArgs
   const int64_t row_bytes = int64_t{args.k_blocks} * Config::kBlockBytes;
   Ring<Config::kStages> ring;
   Schedule<Config> schedule(args);
-  const uint64_t policy_a = ptx::l2_policy(schedule.cols == 1);
+  const uint64_t policy_a = ptx::l2_policy(args.read_once & 1);
+  const uint64_t policy_b = ptx::l2_policy(args.read_once & 2);
   ptx::wait_for_prerequisites();  // B is read from here on
   // A B that all CTAs will read at once is brought into L2 first, a box a CTA, or each box would be
   // asked for by every one of them while it is still on its way from memory.
@@ -87,11 +88,11 @@ __device__ __forceinline__ void produce(const CUtensorMap* map_b, const GemmArgs
                                (ring.stage * Config::kTileN + cta_rank * Config::kBoxRowsB) *
                                    kRowBytesB;
       if constexpr (Config::kCluster == 1)
-        ptx::tensor_copy(stage_b, map_b, k * kRowBytesB, n0, full);
+        ptx::tensor_copy(stage_b, map_b, k * kRowBytesB, n0, full, policy_b);
       else
         ptx::tensor_copy_multicast(stage_b, map_b, k * kRowBytesB,
                                    n0 + cta_rank * Config::kBoxRowsB, full,
-                                   static_cast<uint16_t>((1 << Config::kCluster) - 1));
+                                   static_cast<uint16_t>((1 << Config::kCluster) - 1), policy_b);
       ring.advance();
     }
   }
@@ -162,10 +163,14 @@ __device__ __forceinline__ void consume(const GemmArgs& args, uint32_t shared, u
   const auto nothing = [] {};
 
   ptx::wait_for_prerequisites();  // scales are read and D is written from here on
-  ColumnScales<Config> scales(shared, warpgroup);
+  TileScales<Config> scales(shared, warpgroup);
+  const uint32_t chunks =
+      shared + offsetof(Shared, chunks) + warpgroup * sizeof(Shared::chunks) / Config::kConsumers;
+  const int barrier = 1 + warpgroup;
   Store16<Config> finished;  // the tile before, as far as it is not stored yet
   for (int m0, n0; schedule.next(cta_rank, m0, n0);) {
-    scales.fetch(args, n0);
+    m0 += warpgroup * kBlockRows;
+    scales.fetch(args, m0, n0);
     multiply(0);
     reading = ring.stage;
     ring.advance();
@@ -175,24 +180,24 @@ __device__ __forceinline__ void consume(const GemmArgs& args, uint32_t shared, u
       if (args.k_blocks > kChunks) {
         // The tile before is stored in the shadow of this one's wgmmas, a chunk a step.
 #pragma unroll
-        for (int c = 0; c < kChunks; ++c) step([&] { finished.store(c, args); });
+        for (int c = 0; c < kChunks; ++c) step([&] { finished.store(c, args, chunks, barrier); });
         k += kChunks;
       } else {
 #pragma unroll
-        for (int c = 0; c < kChunks; ++c) finished.store(c, args);
+        for (int c = 0; c < kChunks; ++c) finished.store(c, args, chunks, barrier);
       }
     }
     for (; k < args.k_blocks; ++k) step(nothing);
     ptx::wgmma_wait<0>();
     release(reading);
     if constexpr (Config::kDeferred)
-      finished.take(acc, args, scales, m0 + warpgroup * kBlockRows, n0);
+      finished.take(acc, args, scales, m0, n0);
     else
-      store_tile<Config>(acc, args, scales, m0 + warpgroup * kBlockRows, n0);
+      store_tile<Config>(acc, args, scales, chunks, barrier, m0, n0);
   }
   if constexpr (Config::kDeferred) {
 #pragma unroll
-    for (int c = 0; c < Store16<Config>::kChunks; ++c) finished.store(c, args);
+    for (int c = 0; c < Store16<Config>::kChunks; ++c) finished.store(c, args, chunks, barrier);
   }
 }
 

@@ -43,6 +43,8 @@ struct GemmConfig {
   static constexpr bool kDeferred = sizeof(typename Out::Item) == 2 && kTileN >= 128;
   // Arrivals that free a stage: of each consumer warp of this CTA, and of the cluster's others.
   static constexpr int kReleases = 4 * kConsumers * (kArrivingLanes + kCluster - 1);
+  // Whether chunks of D are turned through shared memory: see Store16.
+  static constexpr bool kTurned = kOrder == Order::nm && sizeof(typename Out::Item) == 2;
   static constexpr int kBoxRowsB = kTileN / kCluster;  // rows of B that one CTA fetches
 
   static_assert(kConsumers == 2, "232 registers a consumer thread and 40 a producer's fill the SM");
@@ -53,7 +55,9 @@ struct GemmConfig {
   struct alignas(1024) Shared {
     uint8_t b[kStages][kTileN * kRowBytesB];
     uint8_t a[kStages][kConsumers][kBlockBytes];
-    float column_scales[kConsumers][2][kTileN];
+    // Chunks of D on their way out, two in turn a warpgroup.
+    uint8_t chunks[kConsumers][2][kTurned ? 16 * kBlockRows * sizeof(typename Out::Item) : 16];
+    float scales[kConsumers][2][kTileN + 2 * kBlockRows];  // see TileScales
     uint64_t full[kStages];
     uint64_t empty[kStages];
   };

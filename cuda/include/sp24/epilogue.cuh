@@ -1,4 +1,4 @@
-// From a warpgroup's accumulators to D, through registers alone: no shared memory, no barrier.
+// From a warpgroup's accumulators to D.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -8,6 +8,7 @@
 
 #include "sp24/args.cuh"
 #include "sp24/config.cuh"
+#include "sp24/ptx/copy.cuh"
 #include "sp24/ptx/warp.cuh"
 
 namespace sp24 {
@@ -32,72 +33,91 @@ struct out_f32 {
   using Item = float;
 };
 
+// Scales and bias of a tile, in shared memory: of its columns a scale each, then of the warpgroup's
+// rows a scale and a bias each. Each warpgroup brings its own copy while it multiplies, by
+// asynchronous copies, for a load would hold up the warp's next wgmma; two of them in turn.
+//
 // value = (accumulator * scale_a[row]) * scale_b[col] + bias[row], in f32. Lane l of a warp holds
 // rows r and r + 8 (r = l / 4) and, of every eight columns, 2q and 2q + 1 (q = l % 4).
-struct RowScaling {
-  float scale[2], bias[2];
-
-  __device__ __forceinline__ RowScaling(const GemmArgs& args, int row) {
-    const float* scale_a = reinterpret_cast<const float*>(args.scale_a);
-    const float* bias_a = reinterpret_cast<const float*>(args.bias);
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int at = min(row + 8 * h, args.m - 1);  // rows past M are not stored
-      scale[h] = scale_a ? __ldg(scale_a + at * args.scale_a_stride) : 1.0f;
-      bias[h] = bias_a ? __ldg(bias_a + at) : 0.0f;
-    }
-  }
-  __device__ __forceinline__ float apply(float acc, int h, float col) const {
-    return fmaf(acc * scale[h], col, bias[h]);
-  }
-};
-
-// The scales of a tile's columns, in shared memory: each warpgroup brings its own copy while it
-// multiplies, two of them in turn.
 //
-// Order. A thread writes its columns at the start of a tile and every thread of the warpgroup reads
-// all of them at the end, behind `publish`, a barrier of the warpgroup. A slot is written again two
-// tiles later: the writer has by then passed the barrier of the tile between, which every reader of
-// the slot reached after its reads.
+// Order. A thread brings its share at the start of a tile and every thread of the warpgroup reads
+// all of it at the end, behind `publish`: the wait for its own copies, then a barrier of the
+// warpgroup. A slot is written again two tiles later: the writer has by then passed the barrier of
+// the tile between, which every reader of the slot reached after its reads.
 template <class Config>
-struct ColumnScales {
+struct TileScales {
+  static constexpr int kRows = Config::kTileN, kBias = kRows + kBlockRows;
   uint32_t slots, slot = 0;
   int barrier;
+  float row_scale[2], row_bias[2];  // of this lane's rows, from `publish` on
 
-  __device__ __forceinline__ ColumnScales(uint32_t shared, int warpgroup)
-      : slots(shared + offsetof(typename Config::Shared, column_scales) +
-              warpgroup * 2 * Config::kTileN * 4),
+  __device__ __forceinline__ TileScales(uint32_t shared, int warpgroup)
+      : slots(shared + offsetof(typename Config::Shared, scales) +
+              warpgroup * sizeof(Config::Shared::scales) / Config::kConsumers),
         barrier(1 + warpgroup) {}
 
-  __device__ __forceinline__ void fetch(const GemmArgs& args, int n0) {
-    slot = slot ? 0 : Config::kTileN * 4;
-    const float* scale_b = reinterpret_cast<const float*>(args.scale_b);
-    for (int c = threadIdx.x % 128; c < Config::kTileN; c += 128) {
-      const int at = min(n0 + c, args.n - 1);  // columns past N are not stored
-      ptx::store_shared(slots + slot + 4 * c,
-                        scale_b ? __ldg(scale_b + at * args.scale_b_stride) : 1.0f);
+  // `count` values from `first` on, of those that there are; `otherwise` where there are none. Those
+  // past the end belong to rows or columns that are not stored.
+  static __device__ __forceinline__ void bring(uint32_t to, uint64_t from, int first, int count,
+                                               int end, int stride, float otherwise, int thread) {
+    const float* values = reinterpret_cast<const float*>(from);
+    for (int i = thread; i < count; i += 128) {
+      if (values)
+        ptx::copy_async(to + 4 * i, values + min(first + i, end - 1) * stride);
+      else
+        ptx::store_shared(to + 4 * i, otherwise);
     }
   }
-  __device__ __forceinline__ void publish() const { ptx::named_barrier_sync(barrier, 128); }
+  // For the warpgroup's 64 rows from `m0` and the tile's columns from `n0`.
+  __device__ __forceinline__ void fetch(const GemmArgs& args, int m0, int n0) {
+    constexpr int kSlotBytes = sizeof(Config::Shared::scales) / Config::kConsumers / 2;
+    slot = slot ? 0 : kSlotBytes;
+    const int t = threadIdx.x % 128;
+    const uint32_t to = slots + slot;
+    bring(to, args.scale_b, n0, Config::kTileN, args.n, args.scale_b_stride, 1.0f, t);
+    // Half of the threads bring the rows' scales, half the biases.
+    if (t < kBlockRows)
+      bring(to + 4 * kRows, args.scale_a, m0, kBlockRows, args.m, args.scale_a_stride, 1.0f, t);
+    else
+      bring(to + 4 * kBias, args.bias, m0, kBlockRows, args.m, 1, 0.0f, t - kBlockRows);
+  }
+  __device__ __forceinline__ void publish() {
+    ptx::copy_async_wait_all();
+    ptx::named_barrier_sync(barrier, 128);
+    const int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      row_scale[h] = ptx::load_shared<float>(slots + slot + 4 * (kRows + row + 8 * h));
+      row_bias[h] = ptx::load_shared<float>(slots + slot + 4 * (kBias + row + 8 * h));
+    }
+  }
   // Columns `col` and the next of the tile.
   __device__ __forceinline__ float2 pair(int col) const {
     return ptx::load_shared<float2>(slots + slot + 4 * col);
   }
+  // `h`: this lane's upper or lower row.
+  __device__ __forceinline__ float apply(float acc, int h, float col) const {
+    return fmaf(acc * row_scale[h], col, row_bias[h]);
+  }
 };
 
 // 16-bit output of one warpgroup. `take` rounds the accumulators to words of two neighbours, which
-// frees them for the next tile; `store<c>` writes the c-th chunk, four words a lane, and may be
-// called while the next tile is being multiplied. Of a chunk's words, `kChunksN` differ in their
-// group of eight columns and `kChunksH` in their half of the sixteen rows; a transpose within the
-// quad turns them into 16 neighbouring bytes a lane.
+// frees them for the next tile; `store` writes the c-th chunk, four words a lane, and may be called
+// while the next tile is being multiplied.
+//
+// Order mn: of a chunk's words, `kChunksN` differ in their group of eight columns and `kChunksH` in
+// their half of the sixteen rows; a transpose within the quad turns them into 16 neighbouring bytes
+// a lane. Order nm: a chunk is 16 columns of the warpgroup's 64 rows, turned through shared memory,
+// so that a line of D gets its 128 bytes at once: 32 at a time, a warp's own, cost 1 to 4 %.
 template <class Config>
 struct Store16 {
   using Out = typename Config::Out;
   using Item = typename Out::Item;
-  static constexpr bool kTransposed = Config::kOrder == Order::nm;
-  static constexpr int kChunksN = kTransposed || Config::kTileN < 32 ? 2 : 4;
+  static constexpr bool kTurned = Config::kOrder == Order::nm;
+  static constexpr int kChunksN = kTurned || Config::kTileN < 32 ? 2 : 4;
   static constexpr int kChunksH = 4 / kChunksN;
   static constexpr int kChunks = Config::kTileN / 16;
+  static constexpr int kChunkBytes = 16 * kBlockRows * sizeof(Item);
 
   uint32_t words[4 * kChunks];
   Item* at = nullptr;   // where this lane's part of chunk 0 goes
@@ -107,11 +127,9 @@ struct Store16 {
   static __device__ __forceinline__ int chunk_h(int c) { return c % (2 / kChunksH); }
 
   __device__ __forceinline__ void take(const float (&acc)[Config::kTileN / 2],
-                                       const GemmArgs& args, const ColumnScales<Config>& scales,
-                                       int m0, int n0) {
-    const int lane = threadIdx.x % 32, r = lane >> 2, q = lane & 3;
-    const int row0 = m0 + threadIdx.x % 128 / 32 * 16;
-    const RowScaling scaling(args, row0 + r);
+                                       const GemmArgs& args, TileScales<Config>& scales, int m0,
+                                       int n0) {
+    const int t = threadIdx.x % 128, lane = t % 32, r = lane >> 2, q = lane & 3;
     scales.publish();
 #pragma unroll
     for (int j = 0; j < Config::kTileN / 8; ++j) {
@@ -120,32 +138,54 @@ struct Store16 {
       for (int h = 0; h < 2; ++h) {
         const int c = j / kChunksN * (2 / kChunksH) + h / kChunksH;
         const int i = j % kChunksN + kChunksN * (h % kChunksH);
-        words[4 * c + i] = Out::pack(scaling.apply(acc[4 * j + 2 * h], h, col.x),
-                                     scaling.apply(acc[4 * j + 2 * h + 1], h, col.y));
+        words[4 * c + i] = Out::pack(scales.apply(acc[4 * j + 2 * h], h, col.x),
+                                     scales.apply(acc[4 * j + 2 * h + 1], h, col.y));
       }
     }
     // This lane's sixteen bytes of chunk 0: eight rows of one column, or eight columns of one row.
-    const int row = row0 + 8 * (q / kChunksN) + (kTransposed ? 0 : r);
-    const int col = n0 + 8 * (q % kChunksN) + (kTransposed ? r : 0);
-    at = reinterpret_cast<Item*>(args.d) + (kTransposed ? col * args.ldd + row : row * args.ldd + col);
+    const int row = m0 + (kTurned ? 8 * (t % 8) : t / 32 * 16 + 8 * (q / kChunksN) + r);
+    const int col = n0 + (kTurned ? t / 8 : 8 * (q % kChunksN));
+    at = reinterpret_cast<Item*>(args.d) + (kTurned ? col * args.ldd + row : row * args.ldd + col);
     rows = args.m - row;
     cols = args.n - col;
   }
 
-  __device__ __forceinline__ void store(int c, const GemmArgs& args) {
+  // `chunks` are two chunks of shared memory of this warpgroup, `barrier` its named barrier.
+  //
+  // Order (nm). The warpgroup writes a chunk, passes a barrier and reads it. The chunk after the next
+  // goes to the same place: its writer has then passed the next chunk's barrier, which every thread
+  // reached after its read of this one. (With a single chunk a tile, the barrier of
+  // `TileScales::publish` stands between.)
+  __device__ __forceinline__ void store(int c, const GemmArgs& args, uint32_t chunks, int barrier) {
     uint32_t w[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
-      w[i] = kTransposed ? ptx::transpose_8x8_b16(words[4 * c + i]) : words[4 * c + i];
-    ptx::transpose_quad(w, threadIdx.x & 3);
-    const int dn = 8 * chunk_j(c), dm = 8 * chunk_h(c);
-    const int along = kTransposed ? rows - dm : cols - dn;   // elements left in this lane's line
-    const bool inside = kTransposed ? dn < cols : dm < rows;  // its line is one of D's
-    Item* to = at + (kTransposed ? dn * args.ldd + dm : dm * args.ldd + dn);
-    if (!inside) return;
-    if (args.vector_store && along >= 8) {
-      *reinterpret_cast<uint4*>(to) = make_uint4(w[0], w[1], w[2], w[3]);
+    for (int i = 0; i < 4; ++i) w[i] = words[4 * c + i];
+    if constexpr (kTurned) {
+      const int t = threadIdx.x % 128, lane = t % 32, line = t / 8;
+      const uint32_t chunk = chunks + (c & 1) * kChunkBytes;
+      // Matrix i holds columns 8 (i % 2) .. + 7 and rows 16 warp + 8 (i / 2) .. + 7. The 16 bytes of
+      // rows 8q .. + 7 of column n lie at q ^ (n % 8), so that neither side meets a bank twice.
+      const int i = lane / 8, n = 8 * (i % 2) + lane % 8, q = t / 32 * 2 + i / 2;
+      ptx::store_matrices_transposed(chunk + n * 128 + (q ^ (n & 7)) * 16, w);
+      ptx::named_barrier_sync(barrier, 128);
+      const uint4 v = ptx::load_shared<uint4>(chunk + line * 128 + ((t % 8) ^ (line & 7)) * 16);
+      if (16 * c < cols) store_line(at + 16 * c * args.ldd, v, rows, args.vector_store);
     } else {
+      ptx::transpose_quad(w, threadIdx.x & 3);
+      const int dn = 8 * chunk_j(c), dm = 8 * chunk_h(c);
+      if (dm < rows)
+        store_line(at + dm * args.ldd + dn, make_uint4(w[0], w[1], w[2], w[3]), cols - dn,
+                   args.vector_store);
+    }
+  }
+
+  // Eight neighbouring elements, `along` of them inside D. Nobody reads D in this kernel: its lines
+  // go first when L2 needs room.
+  static __device__ __forceinline__ void store_line(Item* to, uint4 v, int along, bool vector) {
+    if (vector && along >= 8) {
+      __stcs(reinterpret_cast<uint4*>(to), v);
+    } else {
+      const uint32_t w[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
       for (int e = 0; e < 8; ++e)
         if (e < along)
@@ -159,10 +199,9 @@ struct Store16 {
 template <class Config>
 __device__ __forceinline__ void store_32bit(const float (&acc)[Config::kTileN / 2],
                                             const GemmArgs& args,
-                                            const ColumnScales<Config>& scales, int m0, int n0) {
+                                            TileScales<Config>& scales, int m0, int n0) {
   const int lane = threadIdx.x % 32, r = lane >> 2, q = lane & 3;
   const int row0 = m0 + threadIdx.x % 128 / 32 * 16;
-  const RowScaling scaling(args, row0 + r);
   float* d = reinterpret_cast<float*>(args.d);
   scales.publish();
 #pragma unroll
@@ -172,8 +211,8 @@ __device__ __forceinline__ void store_32bit(const float (&acc)[Config::kTileN / 
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = row0 + r + 8 * h;
-      const float2 v = {scaling.apply(acc[4 * j + 2 * h], h, scale.x),
-                        scaling.apply(acc[4 * j + 2 * h + 1], h, scale.y)};
+      const float2 v = {scales.apply(acc[4 * j + 2 * h], h, scale.x),
+                        scales.apply(acc[4 * j + 2 * h + 1], h, scale.y)};
       if (row >= args.m) continue;
       if constexpr (Config::kOrder == Order::nm) {
         if (col < args.n) d[col * args.ldd + row] = v.x;
@@ -195,12 +234,13 @@ __device__ __forceinline__ void store_32bit(const float (&acc)[Config::kTileN / 
 template <class Config>
 __device__ __forceinline__ void store_tile(const float (&acc)[Config::kTileN / 2],
                                            const GemmArgs& args,
-                                           const ColumnScales<Config>& scales, int m0, int n0) {
+                                           TileScales<Config>& scales, uint32_t chunks,
+                                           int barrier, int m0, int n0) {
   if constexpr (sizeof(typename Config::Out::Item) == 2) {
     Store16<Config> tile;
     tile.take(acc, args, scales, m0, n0);
 #pragma unroll
-    for (int c = 0; c < Store16<Config>::kChunks; ++c) tile.store(c, args);
+    for (int c = 0; c < Store16<Config>::kChunks; ++c) tile.store(c, args, chunks, barrier);
   } else {
     store_32bit<Config>(acc, args, scales, m0, n0);
   }

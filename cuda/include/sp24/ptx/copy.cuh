@@ -28,22 +28,32 @@ __device__ __forceinline__ void bulk_copy(uint32_t dst, const void* src, uint32_
 
 // The box of `map` at (x, y), x the contiguous coordinate.
 __device__ __forceinline__ void tensor_copy(uint32_t dst, const CUtensorMap* map, int x, int y,
-                                            uint32_t bar) {
+                                            uint32_t bar, uint64_t policy) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-      " [%0], [%1, {%2, %3}], [%4];" ::"r"(dst),
-      "l"(map), "r"(x), "r"(y), "r"(bar)
+      ".L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(dst),
+      "l"(map), "r"(x), "r"(y), "r"(bar), "l"(policy)
       : "memory");
 }
 
 // The same box into every CTA of `cta_mask`, at the same offset, counted on each CTA's own barrier.
 __device__ __forceinline__ void tensor_copy_multicast(uint32_t dst, const CUtensorMap* map, int x,
-                                                      int y, uint32_t bar, uint16_t cta_mask) {
+                                                      int y, uint32_t bar, uint16_t cta_mask,
+                                                      uint64_t policy) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-      ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(dst),
-      "l"(map), "r"(x), "r"(y), "r"(bar), "h"(cta_mask)
+      ".multicast::cluster.L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5, %6;" ::"r"(dst),
+      "l"(map), "r"(x), "r"(y), "r"(bar), "h"(cta_mask), "l"(policy)
       : "memory");
+}
+
+// Four bytes into shared memory, by the thread's own account: see `copy_async_wait_all`.
+__device__ __forceinline__ void copy_async(uint32_t dst, const void* src) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(dst), "l"(src) : "memory");
+}
+// Waits until all of this thread's `copy_async` have been written.
+__device__ __forceinline__ void copy_async_wait_all() {
+  asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
 // Brings the box into L2.

@@ -24,9 +24,25 @@ __device__ __forceinline__ uint2 load_shared<uint2>(uint32_t addr) {
 }
 
 template <>
+__device__ __forceinline__ uint4 load_shared<uint4>(uint32_t addr) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(addr)
+               : "memory");
+  return v;
+}
+
+template <>
 __device__ __forceinline__ float2 load_shared<float2>(uint32_t addr) {
   float2 v;
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(addr) : "memory");
+  return v;
+}
+template <>
+__device__ __forceinline__ float load_shared<float>(uint32_t addr) {
+  float v;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(addr) : "memory");
   return v;
 }
 __device__ __forceinline__ void store_shared(uint32_t addr, float v) {
@@ -91,11 +107,12 @@ __device__ __forceinline__ void wait_for_prerequisites() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
-// Transposes an 8x8 matrix of 16-bit elements held a row by four lanes, two a lane.
-__device__ __forceinline__ uint32_t transpose_8x8_b16(uint32_t word) {
-  uint32_t out;
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(word));
-  return out;
+// Stores four 8x8 matrices of 16-bit elements, transposed; lane l gives the address of row l % 8 of
+// matrix l / 8 (PTX ISA, "stmatrix").
+__device__ __forceinline__ void store_matrices_transposed(uint32_t row, const uint32_t (&w)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row),
+               "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3])
+               : "memory");
 }
 
 // Transposes the 4x4 matrix of words whose row is a lane of a quad and whose column is the index.

@@ -1,0 +1,52 @@
+"""The order of tiles: which operand stays in L2 and which is streamed past it."""
+
+from __future__ import annotations
+
+import pytest
+
+from sp24cli.gpu.order import RASTER, TileOrder, tile_order
+
+MB = 2**20
+L2 = 60 * MB
+
+
+def test_a_small_a_stays_and_b_is_read_once() -> None:
+    assert tile_order(16, 32, 66, 21 * MB, 64 * MB, L2) == TileOrder(16, False, True)
+
+
+def test_a_small_b_stays_and_whole_rows_of_tiles_run_at_once() -> None:
+    assert tile_order(32, 4, 66, 42 * MB, 8 * MB, L2) == TileOrder(16, True, False)
+
+
+def test_where_neither_fits_the_default_stands() -> None:
+    assert tile_order(32, 16, 66, 147 * MB, 117 * MB, L2) == TileOrder(RASTER, False, False)
+
+
+def test_more_rows_than_run_at_once_read_b_again() -> None:
+    """The second wave of a column wants B still in L2, so it must not be the first to leave."""
+    order = tile_order(100, 8, 66, 20 * MB, 64 * MB, L2)
+    assert not order.b_once
+    assert not tile_order(100, 8, 66, 20 * MB, 64 * MB, L2, raster=100).b_once
+
+
+def test_a_single_column_reads_a_once_whatever_its_rows() -> None:
+    assert tile_order(112, 1, 66, 147 * MB, 1 * MB, L2).a_once
+
+
+@pytest.mark.parametrize("rows, cols", [(1, 1), (1, 9), (9, 1), (3, 200)])
+def test_groups_hold_at_least_a_row(rows: int, cols: int) -> None:
+    assert tile_order(rows, cols, 66, 200 * MB, 1 * MB, L2).raster >= 1
+
+
+def test_a_given_raster_is_kept_and_judged() -> None:
+    assert tile_order(16, 32, 66, 21 * MB, 64 * MB, L2, raster=8) == TileOrder(8, False, False)
+    assert tile_order(16, 8, 66, 21 * MB, 64 * MB, L2, raster=8) == TileOrder(8, True, False)
+
+
+def test_the_kernels_argument_has_a_bit_for_each() -> None:
+    assert [TileOrder(1, a, b).read_once for b in (False, True) for a in (False, True)] == [
+        0,
+        1,
+        2,
+        3,
+    ]
