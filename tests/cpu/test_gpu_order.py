@@ -33,7 +33,7 @@ def test_a_single_column_reads_a_once_whatever_its_rows() -> None:
     assert tile_order(112, 1, 66, 147 * MB, 1 * MB, L2).a_once
 
 
-@pytest.mark.parametrize("rows, cols", [(1, 1), (1, 9), (9, 1), (3, 200)])
+@pytest.mark.parametrize(("rows", "cols"), [(1, 1), (1, 9), (9, 1), (3, 200)])
 def test_groups_hold_at_least_a_row(rows: int, cols: int) -> None:
     assert tile_order(rows, cols, 66, 200 * MB, 1 * MB, L2).raster >= 1
 
