@@ -5,7 +5,8 @@
 namespace sp24 {
 
 // Tiles are walked in groups of `raster` cluster rows, M fastest, so that the clusters that run
-// together read few distinct rows of A and of B and find them in L2.
+// together read few distinct rows of A and of B and find them in L2. Every other group walks its
+// columns backwards, so that it starts with those that L2 still holds.
 template <class Config>
 struct Schedule {
   int rows, cols, raster, index, stride;
@@ -22,7 +23,8 @@ struct Schedule {
     if (index >= rows * cols) return false;
     const int group = index / (raster * cols), within = index - group * raster * cols;
     const int first = group * raster, height = min(raster, rows - first);
-    const int col = within / height, row = first + within - col * height;
+    const int step = within / height, row = first + within - step * height;
+    const int col = group % 2 ? cols - 1 - step : step;
     m0 = (row * Config::kCluster + cta_rank) * Config::kTileM;
     n0 = col * Config::kTileN;
     index += stride;
