@@ -35,8 +35,8 @@ constexpr int kPrefetchBoxes = 2;
 // the whole cluster.
 //
 // Order. A stage is written again only after empty[stage] has completed, that is after every
-// consumer warp of every CTA that the write reaches has arrived there. Each warp arrives, together,
-// after the wgmmas that read the stage have been waited for.
+// consumer of every CTA that the write reaches has arrived there: its first warp does, behind a
+// barrier that each of its warps reaches when the wgmmas that read the stage have been waited for.
 // - A and metadata are written by this CTA alone. Its consumers' arrivals release and the wait here
 //   acquires, which orders their metadata loads before the copy; A they read by wgmma, which is over.
 // - B is also written for the other CTAs of the cluster, and there read by wgmma alone. A wgmma that
@@ -108,16 +108,36 @@ __device__ __forceinline__ void consume(const GemmArgs& args, uint32_t shared, u
   constexpr int kStages = Config::kStages;
   const int lane = threadIdx.x % 32;
 
-  // Lane c of a warp arrives for it at CTA c's barrier: see `produce` for the two kinds of arrival.
+  // The first warp waits for stages and gives them back for all four, for the wgmmas fill the port of
+  // shared memory and each access beside them lengthens the loop. Its lane c arrives at CTA c's
+  // barrier: see `produce` for the two kinds of arrival.
+  const bool first_warp = __shfl_sync(0xffffffffu, threadIdx.x % 128 / 32, 0) == 0;
   const uint32_t empty = shared + offsetof(Shared, empty);
   const bool arrives_there = lane < Config::kCluster && lane != cta_rank;
-  const bool arrives_here = kArrivingLanes == 32 || lane == cta_rank;
+  const bool arrives_here = lane == cta_rank;
   const uint32_t there = ptx::map_to_cta(empty, arrives_there ? lane : cta_rank);
-  const auto release = [&](uint32_t stage) {
-    __syncwarp();  // the arriving lanes speak for the reads of all
+  // Order. `has_read` gathers the warps behind their reads of a stage, `has_landed` sends them on once
+  // the first has acquired its bytes. A warp reaches `has_read` again only through `has_landed`, which
+  // the first warp reaches only through `has_read`: neither barrier is met twice in a phase.
+  const int has_read = kBarriers * warpgroup + 2, has_landed = kBarriers * warpgroup + 3;
+  // `together`: all warps wait for each other there, not only the first for the others.
+  const auto release = [&](uint32_t stage, bool together = false) {
+    if (first_warp || together)
+      ptx::named_barrier_sync(has_read, 128);
+    else
+      ptx::named_barrier_arrive(has_read, 128);
+    if (!first_warp) return;
     if (arrives_here) ptx::mbarrier_arrive(empty + stage * 8);
     if (Config::kCluster > 1 && arrives_there)
       ptx::mbarrier_arrive_relaxed_cluster(there + stage * 8);
+  };
+  const auto wait_landed = [&](uint32_t stage, uint32_t parity) {
+    if (first_warp) {
+      ptx::mbarrier_wait(shared + offsetof(Shared, full) + stage * 8, parity);
+      ptx::named_barrier_arrive(has_landed, 128);
+    } else {
+      ptx::named_barrier_sync(has_landed, 128);
+    }
   };
 
   const uint32_t a0 = shared + offsetof(Shared, a) + warpgroup * Config::kBlockBytes;
@@ -137,7 +157,7 @@ __device__ __forceinline__ void consume(const GemmArgs& args, uint32_t shared, u
   // The tensor core reads the metadata registers while the wgmmas run, which ptxas does not know: that
   // they are not written before the wait is proven on the machine code, by check.py.
   const auto multiply = [&](uint32_t accumulate) {
-    ptx::mbarrier_wait(shared + offsetof(Shared, full) + ring.stage * 8, ring.parity);
+    wait_landed(ring.stage, ring.parity);
     const typename Operand::Meta meta = ptx::load_shared<typename Operand::Meta>(
         meta0 + ring.stage * kStageA);
     const uint64_t desc_a = desc_a0 + ring.stage * (kStageA >> 4);
@@ -150,24 +170,29 @@ __device__ __forceinline__ void consume(const GemmArgs& args, uint32_t shared, u
   };
 
   uint32_t reading = 0;
-  // One k: the wgmmas of this stage start, `meanwhile` runs beside them, and the stage before is
-  // released once all but the newest group are done, that is once it has been read.
-  const auto step = [&](auto meanwhile) {
-    multiply(1);
-    meanwhile();
-    ptx::wgmma_wait<1>();
-    release(reading);
-    reading = ring.stage;
-    ring.advance();
-  };
-  const auto nothing = [] {};
-
-  ptx::wait_for_prerequisites();  // scales are read and D is written from here on
   TileScales<Config> scales(shared, warpgroup);
   const uint32_t chunks =
       shared + offsetof(Shared, chunks) + warpgroup * sizeof(Shared::chunks) / Config::kConsumers;
-  const int barrier = 1 + warpgroup;
+  const int barrier = kBarriers * warpgroup + 1;
   Store16<Config> finished;  // the tile before, as far as it is not stored yet
+  // One k: the wgmmas of this stage start, and the stage before is released once all but the newest
+  // group are done, that is once it has been read. A chunk of the tile before is stored beside them
+  // (c >= 0); the barrier that turning it needs is the one that gathers the readers.
+  const auto step = [&](int c) {
+    const bool turns = Config::kTurned && c >= 0;
+    multiply(1);
+    if (turns)
+      finished.turn(c, chunks);
+    else if (c >= 0)
+      finished.write(c, args, chunks);
+    ptx::wgmma_wait<1>();
+    release(reading, turns);
+    if (turns) finished.write(c, args, chunks);
+    reading = ring.stage;
+    ring.advance();
+  };
+
+  ptx::wait_for_prerequisites();  // scales are read and D is written from here on
   for (int m0, n0; schedule.next(cta_rank, m0, n0);) {
     m0 += warpgroup * kBlockRows;
     scales.fetch(args, m0, n0);
@@ -180,14 +205,13 @@ __device__ __forceinline__ void consume(const GemmArgs& args, uint32_t shared, u
       if (args.k_blocks > kChunks) {
         // The tile before is stored in the shadow of this one's wgmmas, a chunk a step.
 #pragma unroll
-        for (int c = 0; c < kChunks; ++c) step([&] { finished.store(c, args, chunks, barrier); });
+        for (int c = 0; c < kChunks; ++c) step(c);
         k += kChunks;
       } else {
-#pragma unroll
-        for (int c = 0; c < kChunks; ++c) finished.store(c, args, chunks, barrier);
+        finished.store(args, chunks, barrier);
       }
     }
-    for (; k < args.k_blocks; ++k) step(nothing);
+    for (; k < args.k_blocks; ++k) step(-1);
     ptx::wgmma_wait<0>();
     release(reading);
     if constexpr (Config::kDeferred)
@@ -195,10 +219,7 @@ __device__ __forceinline__ void consume(const GemmArgs& args, uint32_t shared, u
     else
       store_tile<Config>(acc, args, scales, chunks, barrier, m0, n0);
   }
-  if constexpr (Config::kDeferred) {
-#pragma unroll
-    for (int c = 0; c < Store16<Config>::kChunks; ++c) finished.store(c, args, chunks, barrier);
-  }
+  if constexpr (Config::kDeferred) finished.store(args, chunks, barrier);
 }
 
 template <class Config>

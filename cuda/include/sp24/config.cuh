@@ -12,14 +12,18 @@ constexpr int kBlockRows = 64;       // M of one wgmma
 constexpr int kBlockValueBytes = 4096;  // 64 rows of 64 bytes
 constexpr int kRowBytesB = 128;      // bytes of a row of B against one block: one swizzle span
 
-// Lanes of a warp that arrive at this CTA's barrier when a stage has been read. One is enough, after
-// a __syncwarp; but racecheck does not see that (in converged code it is no instruction) and reports
-// the other lanes' metadata loads, so for it every lane arrives for itself: build.py --racecheck.
+// Lanes of a warp that arrive for it at a barrier of another CTA once it has read what came from there.
+// One is enough, after a __syncwarp; but racecheck does not see that (in converged code it is no
+// instruction) and reports the other lanes' loads, so for it every lane arrives for itself:
+// build.py --racecheck.
 #ifdef SP24_RACECHECK
 constexpr int kArrivingLanes = 32;
 #else
 constexpr int kArrivingLanes = 1;
 #endif
+
+// Named barriers of a warpgroup, from 1 on: one of the epilogue, two of the ring (`consume`).
+constexpr int kBarriers = 3;
 
 template <class Operand_, class Out_, Order kOrder_, int kTileN_, int kConsumers_, int kCluster_,
           int kStages_>
@@ -41,8 +45,8 @@ struct GemmConfig {
   // Whether a finished tile is stored while the next is multiplied: its rounded half fits beside
   // the accumulators.
   static constexpr bool kDeferred = sizeof(typename Out::Item) == 2 && kTileN >= 128;
-  // Arrivals that free a stage: of each consumer warp of this CTA, and of the cluster's others.
-  static constexpr int kReleases = 4 * kConsumers * (kArrivingLanes + kCluster - 1);
+  // Arrivals that free a stage: of the consumers of this CTA and of the cluster's others.
+  static constexpr int kReleases = kConsumers * kCluster;
   // Whether chunks of D are turned through shared memory: see Store16.
   static constexpr bool kTurned = kOrder == Order::nm && sizeof(typename Out::Item) == 2;
   static constexpr int kBoxRowsB = kTileN / kCluster;  // rows of B that one CTA fetches

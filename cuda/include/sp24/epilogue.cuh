@@ -54,7 +54,7 @@ struct TileScales {
   __device__ __forceinline__ TileScales(uint32_t shared, int warpgroup)
       : slots(shared + offsetof(typename Config::Shared, scales) +
               warpgroup * sizeof(Config::Shared::scales) / Config::kConsumers),
-        barrier(1 + warpgroup) {}
+        barrier(kBarriers * warpgroup + 1) {}
 
   // `count` values from `first` on, of those that there are; `otherwise` where there are none. Those
   // past the end belong to rows or columns that are not stored.
@@ -102,8 +102,8 @@ struct TileScales {
 };
 
 // 16-bit output of one warpgroup. `take` rounds the accumulators to words of two neighbours, which
-// frees them for the next tile; `store` writes the c-th chunk, four words a lane, and may be called
-// while the next tile is being multiplied.
+// frees them for the next tile; chunks of four words a lane may be stored while the next tile is being
+// multiplied.
 //
 // Order mn: of a chunk's words, `kChunksN` differ in their group of eight columns and `kChunksH` in
 // their half of the sixteen rows; a transpose within the quad turns them into 16 neighbouring bytes
@@ -150,32 +150,48 @@ struct Store16 {
     cols = args.n - col;
   }
 
-  // `chunks` are two chunks of shared memory of this warpgroup, `barrier` its named barrier.
+  // The c-th chunk, in two halves with a barrier of the warpgroup between them in order nm. `chunks`
+  // are two chunks of shared memory of this warpgroup.
   //
-  // Order (nm). The warpgroup writes a chunk, passes a barrier and reads it. The chunk after the next
+  // Order (nm). The warpgroup writes a chunk, passes the barrier and reads it. The chunk after the next
   // goes to the same place: its writer has then passed the next chunk's barrier, which every thread
   // reached after its read of this one. (With a single chunk a tile, the barrier of
   // `TileScales::publish` stands between.)
-  __device__ __forceinline__ void store(int c, const GemmArgs& args, uint32_t chunks, int barrier) {
-    uint32_t w[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) w[i] = words[4 * c + i];
+  __device__ __forceinline__ void turn(int c, uint32_t chunks) {
     if constexpr (kTurned) {
-      const int t = threadIdx.x % 128, lane = t % 32, line = t / 8;
-      const uint32_t chunk = chunks + (c & 1) * kChunkBytes;
       // Matrix i holds columns 8 (i % 2) .. + 7 and rows 16 warp + 8 (i / 2) .. + 7. The 16 bytes of
       // rows 8q .. + 7 of column n lie at q ^ (n % 8), so that neither side meets a bank twice.
-      const int i = lane / 8, n = 8 * (i % 2) + lane % 8, q = t / 32 * 2 + i / 2;
-      ptx::store_matrices_transposed(chunk + n * 128 + (q ^ (n & 7)) * 16, w);
-      ptx::named_barrier_sync(barrier, 128);
-      const uint4 v = ptx::load_shared<uint4>(chunk + line * 128 + ((t % 8) ^ (line & 7)) * 16);
+      const int t = threadIdx.x % 128, lane = t % 32, i = lane / 8;
+      const int n = 8 * (i % 2) + lane % 8, q = t / 32 * 2 + i / 2;
+      ptx::store_matrices_transposed(
+          chunks + (c & 1) * kChunkBytes + n * 128 + (q ^ (n & 7)) * 16, words[4 * c],
+          words[4 * c + 1], words[4 * c + 2], words[4 * c + 3]);
+    }
+  }
+  __device__ __forceinline__ void write(int c, const GemmArgs& args, uint32_t chunks) {
+    if constexpr (kTurned) {
+      const int t = threadIdx.x % 128, line = t / 8;
+      const uint4 v = ptx::load_shared<uint4>(chunks + (c & 1) * kChunkBytes + line * 128 +
+                                              ((t % 8) ^ (line & 7)) * 16);
       if (16 * c < cols) store_line(at + 16 * c * args.ldd, v, rows, args.vector_store);
     } else {
+      uint32_t w[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) w[i] = words[4 * c + i];
       ptx::transpose_quad(w, threadIdx.x & 3);
       const int dn = 8 * chunk_j(c), dm = 8 * chunk_h(c);
       if (dm < rows)
         store_line(at + dm * args.ldd + dn, make_uint4(w[0], w[1], w[2], w[3]), cols - dn,
                    args.vector_store);
+    }
+  }
+  // All chunks, with nothing to do beside them. `barrier` is the epilogue's.
+  __device__ __forceinline__ void store(const GemmArgs& args, uint32_t chunks, int barrier) {
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      turn(c, chunks);
+      if constexpr (kTurned) ptx::named_barrier_sync(barrier, 128);
+      write(c, args, chunks);
     }
   }
 
@@ -239,8 +255,7 @@ __device__ __forceinline__ void store_tile(const float (&acc)[Config::kTileN / 2
   if constexpr (sizeof(typename Config::Out::Item) == 2) {
     Store16<Config> tile;
     tile.take(acc, args, scales, m0, n0);
-#pragma unroll
-    for (int c = 0; c < Store16<Config>::kChunks; ++c) tile.store(c, args, chunks, barrier);
+    tile.store(args, chunks, barrier);
   } else {
     store_32bit<Config>(acc, args, scales, m0, n0);
   }

@@ -53,6 +53,11 @@ __device__ __forceinline__ void store_shared(uint32_t addr, float v) {
 __device__ __forceinline__ void named_barrier_sync(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
+// Counts for the barrier without waiting at it: what the warp did before is ordered before what those
+// that wait do after.
+__device__ __forceinline__ void named_barrier_arrive(int barrier, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
 
 // Changes the register count of the executing warpgroup (PTX ISA, "setmaxnreg").
 template <int Registers>
@@ -109,9 +114,10 @@ __device__ __forceinline__ void wait_for_prerequisites() {
 
 // Stores four 8x8 matrices of 16-bit elements, transposed; lane l gives the address of row l % 8 of
 // matrix l / 8 (PTX ISA, "stmatrix").
-__device__ __forceinline__ void store_matrices_transposed(uint32_t row, const uint32_t (&w)[4]) {
+__device__ __forceinline__ void store_matrices_transposed(uint32_t row, uint32_t w0, uint32_t w1,
+                                                          uint32_t w2, uint32_t w3) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row),
-               "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3])
+               "r"(w0), "r"(w1), "r"(w2), "r"(w3)
                : "memory");
 }
 
