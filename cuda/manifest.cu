@@ -16,11 +16,12 @@ void gemm(const char* name, const char* operand, const char* out, const char* or
       "\"b_type\": \"%s\", \"out_type\": \"%s\", \"order\": \"%s\", \"accumulate\": \"f32\", "
       "\"scales\": [\"tensor\", \"vector\"], \"layout\": \"sm90\", "
       "\"tile_m\": %d, \"tile_n\": %d, \"tile_k\": %d, \"consumers\": %d, \"cluster\": %d, "
-      "\"stages\": %d, \"threads\": %d, \"smem_bytes\": %zu, \"block_bytes\": %d, "
+      "\"split\": %d, \"stages\": %d, \"threads\": %d, \"smem_bytes\": %zu, \"block_bytes\": %d, "
       "\"box_rows_b\": %d, \"box_bytes_b\": %d, \"k_multiple\": 4, \"args\": \"gemm\"}",
       separator, name, operand, operand, operand, out, order, Config::kTileM, Config::kTileN,
-      Config::kTileK, Config::kConsumers, Config::kCluster, Config::kStages, Config::kThreads,
-      sizeof(typename Config::Shared), Config::kBlockBytes, Config::kBoxRowsB, sp24::kRowBytesB);
+      Config::kTileK, Config::kConsumers, Config::kCluster, Config::kSplit, Config::kStages,
+      Config::kThreads, sizeof(typename Config::Shared), Config::kBlockBytes, Config::kBoxRowsB,
+      sp24::kRowBytesB);
   separator = ",\n";
 }
 
@@ -39,9 +40,9 @@ void pack(const char* name, const char* operand) {
 
 int main() {
   std::printf("{\"kernels\": [");
-#define SP24_GEMM(operand, out, order, tile_n, consumers, cluster, stages)                       \
-  gemm<SP24_GEMM_CONFIG(operand, out, order, tile_n, consumers, cluster, stages)>(               \
-      SP24_STRING(SP24_GEMM_NAME(operand, out, order, tile_n, consumers, cluster, stages)),      \
+#define SP24_GEMM(operand, out, order, tile_n, consumers, cluster, stages, split)                \
+  gemm<SP24_GEMM_CONFIG(operand, out, order, tile_n, consumers, cluster, stages, split)>(        \
+      SP24_STRING(SP24_GEMM_NAME(operand, out, order, tile_n, consumers, cluster, stages, split)), \
       #operand, #out, #order);
 #define SP24_PACK(operand) pack(SP24_STRING(SP24_PACK_NAME(operand)), #operand);
 #include "kernels.def"

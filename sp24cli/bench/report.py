@@ -94,8 +94,8 @@ def comma_separated(result: BenchResult) -> str:
 
 def kernel_list(kernels: Manifest) -> str:
     """The GEMM kernels of the package, one a line."""
-    head = ("kernel", "A", "B", "out", "order", "tile", "cluster", "stages", "threads", "shared",
-            "registers")  # fmt: skip
+    head = ("kernel", "A", "B", "out", "order", "tile", "cluster", "split", "stages", "threads",
+            "shared", "registers")  # fmt: skip
     rows = [
         (
             e.name,
@@ -105,6 +105,7 @@ def kernel_list(kernels: Manifest) -> str:
             e.order,
             f"{e.tile_m}x{e.tile_n}x{e.tile_k}",
             str(e.cluster),
+            str(e.split),
             str(e.stages),
             str(e.threads),
             str(e.smem_bytes),

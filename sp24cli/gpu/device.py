@@ -228,12 +228,12 @@ class Device:
             check(cu.cuFuncSetAttribute(handle, attribute, entry.smem_bytes))
         if isinstance(entry, manifest.Entry):
             config = cu.CUlaunchConfig()
-            config.gridDimX, config.gridDimY, config.gridDimZ = entry.cluster, 1, 1
+            config.gridDimX, config.gridDimY, config.gridDimZ = entry.cluster_ctas, 1, 1
             config.blockDimX, config.blockDimY, config.blockDimZ = entry.threads, 1, 1
             config.sharedMemBytes = entry.smem_bytes
             size = cu.CUlaunchAttribute()
             size.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-            size.value.clusterDim.x = entry.cluster
+            size.value.clusterDim.x = entry.cluster_ctas
             size.value.clusterDim.y = size.value.clusterDim.z = 1
             config.attrs, config.numAttrs = [size], 1
             clusters = int(check(cu.cuOccupancyMaxActiveClusters(handle, config)))

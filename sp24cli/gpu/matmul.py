@@ -78,7 +78,7 @@ class Plan:
         tiles = cta_tiles(entry, m, self.n)
         cols = -(-self.n // entry.tile_n)
         clusters = self.loaded.max_clusters
-        tile_rows = tiles // entry.cluster // cols
+        tile_rows = tiles // entry.cluster_ctas // cols
         order = tile_order(
             tile_rows,
             cols,
@@ -108,7 +108,7 @@ class Plan:
                 "read_once": order.read_once,
             },
         )
-        grid = min(tiles, clusters * entry.cluster)
+        grid = min(tiles, clusters * entry.cluster_ctas)
         # With few tokens and several tiles a CTA memory sets the pace, and CTAs that start one by
         # one read it less evenly (28672x16x8192: 38.8 us overlapped, 37.0 us not).
         overlap = tiles == grid or entry.tile_n >= 128

@@ -36,6 +36,13 @@ _LOG = logging.getLogger(__name__)
 #: of large shapes on an H200. What --tune measures goes before them.
 _STEP_CYCLES = {256: 640, 128: 464, 64: 384, 16: 300}
 
+#: SM cycles that a tile split over K takes to put its parts together, roughly: not measured.
+_EXCHANGE_CYCLES = 2500
+
+#: The share of the SMs that clusters of so many CTAs find in whole processor clusters. Source: the
+#: occupancy query on an H200, 30 clusters of 4 on 132 SMs.
+_CLUSTER_SHARE = {4: 120 / 132}
+
 #: The narrowest wgmma.
 _LEAST_N = 8
 
@@ -62,27 +69,34 @@ def candidates(a_type: str, out_type: str, order: str) -> list[Entry]:
 
 
 def cta_tiles(entry: Entry, m: int, n: int) -> int:
-    """Tiles of D, counted a CTA each, whole clusters along M."""
-    return -(-m // (entry.tile_m * entry.cluster)) * entry.cluster * -(-n // entry.tile_n)
+    """CTAs that the tiles of D keep busy once each: whole clusters along M, every part of K."""
+    return -(-m // (entry.tile_m * entry.cluster)) * entry.cluster_ctas * -(-n // entry.tile_n)
 
 
-def model_cycles(entry: Entry, m: int, n: int, sm_count: int) -> int:
-    """SM cycles for each stage of K: the rounds of tiles over the SMs times a stage's cycles.
+def model_cycles(entry: Entry, m: int, n: int, k: int, sm_count: int) -> int:
+    """SM cycles of a product: the rounds of tiles over the SMs times a tile's cycles.
 
     A tile wider than N multiplies padding, a narrower one reads A once more a column of tiles, and
-    tiles that do not fill the last round leave SMs idle.
+    tiles that do not fill the last round leave SMs idle. Of a tile split over K a CTA takes its
+    part of the stages, and then puts the parts together.
     """
-    rounds = -(-cta_tiles(entry, m, n) // sm_count)
+    usable = int(sm_count * _CLUSTER_SHARE.get(entry.cluster_ctas, 1))
+    rounds = -(-cta_tiles(entry, m, n) // usable)
     # A tile that was never measured counts as the next larger one that was.
     step = min((n for n in _STEP_CYCLES if n >= entry.tile_n), default=max(_STEP_CYCLES))
-    return rounds * _STEP_CYCLES[step]
+    stages = -(-max(k, 1) // (entry.tile_k * entry.split))
+    return rounds * (stages * _STEP_CYCLES[step] + (entry.split > 1) * _EXCHANGE_CYCLES)
 
 
-def select(a_type: str, out_type: str, order: str, m: int, n: int, sm_count: int) -> Entry:
-    """The kernel that the cycle model finds fastest."""
+def select(a_type: str, out_type: str, order: str, m: int, n: int, k: int, sm_count: int) -> Entry:
+    """The kernel that the cycle model finds fastest; of equals the one that reads A least often."""
     return min(
         candidates(a_type, out_type, order),
-        key=lambda entry: (model_cycles(entry, m, n, sm_count), entry.tile_n),
+        key=lambda entry: (
+            model_cycles(entry, m, n, k, sm_count),
+            cta_tiles(entry, m, n),
+            entry.tile_n,
+        ),
     )
 
 
@@ -121,12 +135,14 @@ def choose(
 
         def carried(kernel: str) -> float:
             entry = by_name[kernel]
-            here = model_cycles(entry, problem.m, problem.n, sm_count)
-            return times[kernel] * here / model_cycles(entry, there.m, there.n, sm_count)
+            here = model_cycles(entry, problem.m, problem.n, problem.k, sm_count)
+            return times[kernel] * here / model_cycles(entry, there.m, there.n, there.k, sm_count)
 
         best = min(times, key=carried)
         return Choice(by_name[best], f"{name}, from {there.m}x{there.n}x{there.k}")
-    entry = select(problem.type, problem.out, problem.order, problem.m, problem.n, sm_count)
+    entry = select(
+        problem.type, problem.out, problem.order, problem.m, problem.n, problem.k, sm_count
+    )
     return Choice(entry, "model")
 
 

@@ -29,8 +29,9 @@ class Entry:
     """One GEMM kernel.
 
     ``tile_m``, ``tile_n``, ``tile_k`` are the logical sizes of one CTA's tile and of one stage,
-    ``cluster`` the CTAs along M that share B, ``box_rows_b`` x ``box_bytes_b`` the box of B that
-    one copy brings, ``block_bytes`` one block of the ``sm90`` image.
+    ``cluster`` the CTAs along M that share B, ``split`` the CTAs that each sum a part of K of one
+    tile, ``box_rows_b`` x ``box_bytes_b`` the box of B that one copy brings, ``block_bytes`` one
+    block of the ``sm90`` image.
     """
 
     name: str
@@ -57,6 +58,12 @@ class Entry:
     registers: int
     local_bytes: int
     args: str
+    split: int = 1
+
+    @property
+    def cluster_ctas(self) -> int:
+        """CTAs of a cluster of the launch: those that share B, of every part of K."""
+        return self.cluster * self.split
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from sp24cli.errors import Sp24Error
-from sp24cli.gpu.select import candidates, cta_tiles, select
+from sp24cli.gpu.select import candidates, cta_tiles, model_cycles, select
 from sp24cli.kernels import manifest
 from sp24cli.optypes import OPERAND_TYPES
 
@@ -53,7 +54,7 @@ def test_every_type_output_and_order_has_kernels_of_every_width() -> None:
         for out in ("bf16", "f16", "f32"):
             for order in ("nm", "mn"):
                 found = candidates(optype.name, out, order)
-                assert sorted(e.tile_n for e in found) == [16, 64, 128, 256]
+                assert {e.tile_n for e in found} >= {16, 64, 128, 256}
                 for e in found:
                     assert e.tile_k == optype.block_k
                     assert e.block_bytes == optype.block_bytes
@@ -63,17 +64,45 @@ def test_every_type_output_and_order_has_kernels_of_every_width() -> None:
 
 
 @pytest.mark.parametrize(
-    ("m", "n", "tile_n"),
-    [(4096, 8192, 256), (14336, 256, 256), (8192, 128, 64), (28672, 64, 64), (28672, 1, 16)],
+    ("m", "n", "k", "tile_n", "split"),
+    [
+        (4096, 8192, 8192, 256, 1),
+        (14336, 256, 4096, 256, 1),
+        (8192, 128, 8192, 128, 2),
+        (8192, 64, 8192, 64, 2),
+        (8192, 16, 8192, 16, 2),
+        (8192, 16, 512, 16, 1),
+        (1024, 16, 8192, 32, 4),
+        (28672, 64, 8192, 64, 1),
+        (28672, 1, 8192, 8, 1),
+    ],
 )
-def test_select_takes_what_was_fastest(m: int, n: int, tile_n: int) -> None:
-    assert select("e4m3", "bf16", "nm", m, n, 132).tile_n == tile_n
+def test_select_follows_the_model(m: int, n: int, k: int, tile_n: int, split: int) -> None:
+    entry = select("e4m3", "bf16", "nm", m, n, k, 132)
+    assert (entry.tile_n, entry.split) == (tile_n, split)
 
 
 def test_cta_tiles_count_whole_clusters() -> None:
     entry = next(e for e in LOADED.entries if e.cluster == 2 and e.tile_n == 256)
     assert cta_tiles(entry, 1, 1) == 2
     assert cta_tiles(entry, 257, 257) == 8
+    split = replace(entry, cluster=1, split=2)
+    assert (cta_tiles(split, 1, 1), cta_tiles(split, 257, 257)) == (2, 12)
+    assert replace(entry, split=2).cluster_ctas == 4
+
+
+def test_the_model_takes_a_part_of_k_for_each_cta() -> None:
+    whole = next(e for e in LOADED.entries if e.cluster == 2 and e.tile_n == 128)
+    halves = replace(whole, cluster=1, split=2)
+    sizes = [(8192, 128), (8192, 256)]  # a CTA a tile: 64 and 128; by halves 128 and 256
+    for k, fastest in ((8192, [halves, whole]), (256, [whole, whole])):
+        for (m, n), want in zip(sizes, fastest, strict=True):
+            cycles = {e.split: model_cycles(e, m, n, k, 132) for e in (whole, halves)}
+            assert min(cycles, key=lambda split: cycles[split]) == want.split, (m, n, k, cycles)
+    quarters = replace(whole, cluster=1, split=4)
+    # 32 clusters of four do not fit at once, 30 do.
+    at_once, more = (model_cycles(quarters, m, 128, 8192, 132) for m in (30 * 128, 32 * 128))
+    assert more == 2 * at_once
 
 
 def listing(check: ModuleType, *lines: str) -> list[str]:

@@ -19,7 +19,8 @@ from sp24cli.sparsity import prune_24
 Array = npt.NDArray[Any]
 
 #: (M, N, K): one tile and less, whole clusters, ragged in every direction, K of one short block,
-#: K long enough that a tile is stored while the next is multiplied, and several tiles a CTA.
+#: K long enough that a tile is stored while the next is multiplied, several tiles a CTA, and an odd
+#: number of blocks whichever the type.
 SHAPES = [
     (64, 8, 128),
     (192, 256, 1280),
@@ -30,6 +31,7 @@ SHAPES = [
     (8, 1, 4),
     (300, 1030, 2500),
     (8500, 1100, 2304),
+    (200, 40, 1156),
 ]
 
 

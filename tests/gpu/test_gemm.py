@@ -152,6 +152,39 @@ def test_tile_order_changes_no_bit(device: Device, entry: manifest.Entry) -> Non
     assert len(seen) == 1
 
 
+@pytest.mark.parametrize("entry", [e for e in ENTRIES if e.split > 1], ids=lambda e: e.name)
+def test_every_number_of_blocks_is_split(device: Device, entry: manifest.Entry) -> None:
+    """From one block, which leaves parts without any, to more than two a part."""
+    for blocks in range(1, 2 * entry.split + 2):
+        problem = problems.integers(entry.a_type, 130, 35, blocks * entry.tile_k - 4)
+        want = problem.exact.astype(np.float32).astype(OUT_DTYPES[entry.out_type])
+        assert np.array_equal(run(device, entry, problem), want), blocks
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [e for e in ENTRIES if (e.a_type, e.out_type, e.order) == ("e4m3", "bf16", "nm")],
+    ids=lambda e: e.name,
+)
+@pytest.mark.parametrize("shape", [(512, 128, 8192), (2100, 1100, 1024)], ids=lambda s: str(s[0]))
+def test_a_hundred_runs_give_the_same_bits(
+    device: Device, entry: manifest.Entry, shape: tuple[int, int, int]
+) -> None:
+    """With one tile a CTA and with several, of random data, whose sums depend on their order."""
+    m, n, k = shape
+    problem = problems.normal(entry.a_type, m, n, k)
+    weight = SparseWeight.upload(device, problem.packed)
+    x = device.upload(problem.x.view(np.uint8))
+    plan = weight.plan(n, entry.out_type, entry.order, entry.name)
+    out = device.alloc(m * n * OUT_DTYPES[entry.out_type].itemsize)
+    seen = set()
+    for _ in range(100):
+        device.memset(out, 0xFF)
+        plan.enqueue(x, k, out)
+        seen.add(device.download(out, np.uint8, (out.nbytes,)).tobytes())
+    assert len(seen) == 1
+
+
 def test_a_wrong_index_pair_does_not_pass(device: Device) -> None:
     """The comparison can fail: one nibble changed in one of 128 rows."""
     entry = ENTRIES[0]

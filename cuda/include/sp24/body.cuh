@@ -8,6 +8,7 @@
 #include "sp24/args.cuh"
 #include "sp24/config.cuh"
 #include "sp24/epilogue.cuh"
+#include "sp24/exchange.cuh"
 #include "sp24/ptx/copy.cuh"
 #include "sp24/ptx/mbarrier.cuh"
 #include "sp24/ptx/warp.cuh"
@@ -32,7 +33,7 @@ struct Ring {
 constexpr int kPrefetchBoxes = 2;
 
 // One thread. Fills stages: each consumer's block of A for this CTA, and this CTA's share of B for
-// the whole cluster.
+// all of the cluster that work on the same part of K.
 //
 // Order. A stage is written again only after empty[stage] has completed, that is after every
 // consumer of every CTA that the write reaches has arrived there: its first warp does, behind a
@@ -45,12 +46,13 @@ constexpr int kPrefetchBoxes = 2;
 // The bytes are published by the copies' complete_tx on full[stage], which consumers acquire.
 template <class Config>
 __device__ __forceinline__ void produce(const CUtensorMap* map_b, const GemmArgs& args,
-                                        uint32_t shared, uint32_t cta_rank) {
+                                        uint32_t shared, uint32_t m_rank, int part) {
   using Shared = typename Config::Shared;
   const uint8_t* a = reinterpret_cast<const uint8_t*>(args.a);
   const int64_t row_bytes = int64_t{args.k_blocks} * Config::kBlockBytes;
   Ring<Config::kStages> ring;
   Schedule<Config> schedule(args);
+  const KShare<Config> share(args, part);
   const uint64_t policy_a = ptx::l2_policy(args.read_once & 1);
   const uint64_t policy_b = ptx::l2_policy(args.read_once & 2);
   ptx::wait_for_prerequisites();  // B is read from here on
@@ -61,16 +63,16 @@ __device__ __forceinline__ void produce(const CUtensorMap* map_b, const GemmArgs
   if (boxes <= kPrefetchBoxes * gridDim.x)
     for (int box = blockIdx.x; box < boxes; box += gridDim.x)
       ptx::tensor_prefetch(map_b, box / boxes_n * kRowBytesB, box % boxes_n * Config::kBoxRowsB);
-  for (int m0, n0; schedule.next(cta_rank, m0, n0);) {
+  for (int m0, n0; schedule.next(m_rank, m0, n0);) {
     const uint8_t* blocks[Config::kConsumers];
 #pragma unroll
     for (int w = 0; w < Config::kConsumers; ++w) {
       // Blocks past the last are never stored: read the last again instead of beyond the image.
       const int block = min(m0 / kBlockRows + w, args.m_blocks - 1);
-      blocks[w] = a + block * row_bytes;
+      blocks[w] = a + block * row_bytes + share.first * Config::kBlockBytes;
     }
 #pragma unroll 1
-    for (int k = 0; k < args.k_blocks; ++k) {
+    for (int k = share.first; k < share.first + share.blocks; ++k) {
       const uint32_t full = shared + offsetof(Shared, full) + ring.stage * 8;
       const uint32_t empty = shared + offsetof(Shared, empty) + ring.stage * 8;
       // The first round finds the barrier fresh: the phase before its first counts as complete.
@@ -85,23 +87,25 @@ __device__ __forceinline__ void produce(const CUtensorMap* map_b, const GemmArgs
         blocks[w] += Config::kBlockBytes;
       }
       const uint32_t stage_b = shared + offsetof(Shared, b) +
-                               (ring.stage * Config::kTileN + cta_rank * Config::kBoxRowsB) *
+                               (ring.stage * Config::kTileN + m_rank * Config::kBoxRowsB) *
                                    kRowBytesB;
       if constexpr (Config::kCluster == 1)
         ptx::tensor_copy(stage_b, map_b, k * kRowBytesB, n0, full, policy_b);
       else
         ptx::tensor_copy_multicast(stage_b, map_b, k * kRowBytesB,
-                                   n0 + cta_rank * Config::kBoxRowsB, full,
-                                   static_cast<uint16_t>((1 << Config::kCluster) - 1), policy_b);
+                                   n0 + m_rank * Config::kBoxRowsB, full,
+                                   static_cast<uint16_t>(((1 << Config::kCluster) - 1)
+                                                         << part * Config::kCluster),
+                                   policy_b);
       ring.advance();
     }
   }
 }
 
-// One warpgroup: 64 rows of the tile.
+// One warpgroup: 64 rows of the tile, over one part of K.
 template <class Config>
-__device__ __forceinline__ void consume(const GemmArgs& args, uint32_t shared, uint32_t cta_rank,
-                                        int warpgroup) {
+__device__ __forceinline__ void consume(const GemmArgs& args, uint32_t shared, uint32_t m_rank,
+                                        int part, int warpgroup) {
   using Shared = typename Config::Shared;
   using Operand = typename Config::Operand;
   using Mma = ptx::WgmmaSp<Operand, Config::kTileN>;
@@ -109,13 +113,14 @@ __device__ __forceinline__ void consume(const GemmArgs& args, uint32_t shared, u
   const int lane = threadIdx.x % 32;
 
   // The first warp waits for stages and gives them back for all four, for the wgmmas fill the port of
-  // shared memory and each access beside them lengthens the loop. Its lane c arrives at CTA c's
-  // barrier: see `produce` for the two kinds of arrival.
+  // shared memory and each access beside them lengthens the loop. Its lane c arrives at the
+  // barrier of the CTA at place c along M: see `produce` for the two kinds of arrival.
   const bool first_warp = __shfl_sync(0xffffffffu, threadIdx.x % 128 / 32, 0) == 0;
   const uint32_t empty = shared + offsetof(Shared, empty);
-  const bool arrives_there = lane < Config::kCluster && lane != cta_rank;
-  const bool arrives_here = lane == cta_rank;
-  const uint32_t there = ptx::map_to_cta(empty, arrives_there ? lane : cta_rank);
+  const bool arrives_there = lane < Config::kCluster && lane != m_rank;
+  const bool arrives_here = lane == m_rank;
+  const uint32_t there =
+      ptx::map_to_cta(empty, part * Config::kCluster + (arrives_there ? lane : m_rank));
   // Order. `has_read` gathers the warps behind their reads of a stage, `has_landed` sends them on once
   // the first has acquired its bytes. A warp reaches `has_read` again only through `has_landed`, which
   // the first warp reaches only through `has_read`: neither barrier is met twice in a phase.
@@ -151,6 +156,7 @@ __device__ __forceinline__ void consume(const GemmArgs& args, uint32_t shared, u
   float acc[Config::kTileN / 2];
   Ring<kStages> ring;
   Schedule<Config> schedule(args);
+  const KShare<Config> share(args, part);
 
   // Waits for the stage and starts its two steps. Step 1 lies 32 bytes further in a row of A and 64
   // bytes further in a row of B: inside the swizzle span, where the hardware swizzles the sum.
@@ -193,8 +199,10 @@ __device__ __forceinline__ void consume(const GemmArgs& args, uint32_t shared, u
   };
 
   ptx::wait_for_prerequisites();  // scales are read and D is written from here on
-  for (int m0, n0; schedule.next(cta_rank, m0, n0);) {
+  [[maybe_unused]] Exchange<Config> exchange(shared, m_rank, part, warpgroup);
+  for (int m0, n0; schedule.next(m_rank, m0, n0);) {
     m0 += warpgroup * kBlockRows;
+    n0 += part * Config::kStoredN;
     scales.fetch(args, m0, n0);
     multiply(0);
     reading = ring.stage;
@@ -202,7 +210,7 @@ __device__ __forceinline__ void consume(const GemmArgs& args, uint32_t shared, u
     int k = 1;
     if constexpr (Config::kDeferred) {
       constexpr int kChunks = Store16<Config>::kChunks;
-      if (args.k_blocks > kChunks) {
+      if (share.blocks > kChunks) {
         // The tile before is stored in the shadow of this one's wgmmas, a chunk a step.
 #pragma unroll
         for (int c = 0; c < kChunks; ++c) step(c);
@@ -211,13 +219,18 @@ __device__ __forceinline__ void consume(const GemmArgs& args, uint32_t shared, u
         finished.store(args, chunks, barrier);
       }
     }
-    for (; k < args.k_blocks; ++k) step(-1);
+    for (; k < share.blocks; ++k) step(-1);
     ptx::wgmma_wait<0>();
     release(reading);
-    if constexpr (Config::kDeferred)
+    if constexpr (Config::kSplit > 1) {
+      typename Config::StoredSums sums;
+      exchange(acc, sums, share.counts, schedule.more());
+      store_tile<Config>(sums, args, scales, chunks, barrier, m0, n0);
+    } else if constexpr (Config::kDeferred) {
       finished.take(acc, args, scales, m0, n0);
-    else
+    } else {
       store_tile<Config>(acc, args, scales, chunks, barrier, m0, n0);
+    }
   }
   if constexpr (Config::kDeferred) finished.store(args, chunks, barrier);
 }
@@ -227,7 +240,10 @@ __device__ __forceinline__ void gemm(const CUtensorMap& map_b, const GemmArgs& a
   using Shared = typename Config::Shared;
   extern __shared__ __align__(1024) uint8_t dynamic_shared[];
   const uint32_t shared = ptx::shared_address(dynamic_shared);
-  const uint32_t cta_rank = Config::kCluster == 1 ? 0 : ptx::cluster_cta_rank();
+  // A cluster's CTAs: M fastest, then the parts of K.
+  const uint32_t cta_rank = Config::kClusterCtas == 1 ? 0 : ptx::cluster_cta_rank();
+  const uint32_t m_rank = Config::kSplit == 1 ? cta_rank : cta_rank % Config::kCluster;
+  const int part = Config::kSplit == 1 ? 0 : cta_rank / Config::kCluster;
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // uniform for the compiler too
 
   if (warp == 0 && ptx::elect_one()) {
@@ -235,6 +251,12 @@ __device__ __forceinline__ void gemm(const CUtensorMap& map_b, const GemmArgs& a
       ptx::mbarrier_init(shared + offsetof(Shared, full) + s * 8, 1);
       ptx::mbarrier_init(shared + offsetof(Shared, empty) + s * 8, Config::kReleases);
     }
+    if constexpr (Config::kSplit > 1)
+      for (int w = 0; w < Config::kConsumers; ++w) {
+        ptx::mbarrier_init(shared + offsetof(Shared, exchange.landed) + w * 8, 1);
+        ptx::mbarrier_init(shared + offsetof(Shared, exchange.taken) + w * 8,
+                           Config::kExchangeReleases);
+      }
     ptx::fence_mbarrier_init();
     ptx::prefetch_tensor_map(&map_b);
   }
@@ -246,11 +268,11 @@ __device__ __forceinline__ void gemm(const CUtensorMap& map_b, const GemmArgs& a
   if (warp >= 4 * Config::kConsumers) {
     ptx::set_registers_down<Config::kProducerRegisters>();
     if (warp == 4 * Config::kConsumers && ptx::elect_one())
-      produce<Config>(&map_b, args, shared, cta_rank);
+      produce<Config>(&map_b, args, shared, m_rank, part);
     __syncwarp();
   } else {
     ptx::set_registers_up<Config::kConsumerRegisters>();
-    consume<Config>(args, shared, cta_rank, warp / 4);
+    consume<Config>(args, shared, m_rank, part, warp / 4);
   }
   // A CTA's shared memory must outlive the copies and arrivals that its cluster sends to it.
   ptx::cluster_sync();

@@ -25,8 +25,19 @@ constexpr int kArrivingLanes = 1;
 // Named barriers of a warpgroup, from 1 on: one of the epilogue, two of the ring (`consume`).
 constexpr int kBarriers = 3;
 
+// What a split over K needs in shared memory beside the ring; exchange.cuh says how it is used. A
+// vector is four sums of each thread of a warpgroup.
+template <int kConsumers, int kSplit, int kVectors>
+struct ExchangeShared {
+  alignas(16) float partial[kConsumers][kSplit - 1][kVectors][128][4];
+  uint64_t landed[kConsumers];
+  uint64_t taken[kConsumers];
+};
+template <int kConsumers, int kVectors>
+struct ExchangeShared<kConsumers, 1, kVectors> {};
+
 template <class Operand_, class Out_, Order kOrder_, int kTileN_, int kConsumers_, int kCluster_,
-          int kStages_>
+          int kStages_, int kSplit_>
 struct GemmConfig {
   using Operand = Operand_;
   using Out = Out_;
@@ -35,6 +46,8 @@ struct GemmConfig {
   static constexpr int kConsumers = kConsumers_;  // warpgroups, 64 rows each
   static constexpr int kCluster = kCluster_;      // CTAs along M that share B
   static constexpr int kStages = kStages_;
+  static constexpr int kSplit = kSplit_;          // parts of K, a CTA each
+  static constexpr int kClusterCtas = kCluster * kSplit;
 
   static constexpr int kTileM = kConsumers * kBlockRows;
   static constexpr int kTileK = kRowBytesB / Operand::kItemBytes;  // logical K of a stage
@@ -44,15 +57,21 @@ struct GemmConfig {
   static constexpr int kBlockBytes = kBlockValueBytes + Operand::kMetaBytes;
   // Whether a finished tile is stored while the next is multiplied: its rounded half fits beside
   // the accumulators.
-  static constexpr bool kDeferred = sizeof(typename Out::Item) == 2 && kTileN >= 128;
-  // Arrivals that free a stage: of the consumers of this CTA and of the cluster's others.
+  static constexpr bool kDeferred = sizeof(typename Out::Item) == 2 && kTileN >= 128 && kSplit == 1;
+  static constexpr int kStoredN = kTileN / kSplit;  // columns of a tile that one part sums and stores
+  using StoredSums = float[kStoredN / 2];
+  // Arrivals that free a stage: of the consumers of this CTA and of the others that B is shared with.
   static constexpr int kReleases = kConsumers * kCluster;
+  // Arrivals that free a slot of the exchange: of a warpgroup's warps in the other parts.
+  static constexpr int kExchangeReleases = 4 * kArrivingLanes * (kSplit - 1);
   // Whether chunks of D are turned through shared memory: see Store16.
   static constexpr bool kTurned = kOrder == Order::nm && sizeof(typename Out::Item) == 2;
   static constexpr int kBoxRowsB = kTileN / kCluster;  // rows of B that one CTA fetches
 
   static_assert(kConsumers == 2, "232 registers a consumer thread and 40 a producer's fill the SM");
-  static_assert(kTileN % 16 == 0 && kTileN <= 256, "an epilogue chunk is 16 columns wide");
+  static_assert(kTileN % 8 == 0 && kTileN <= 256, "what wgmma multiplies");
+  static_assert(kStoredN == 8 || kStoredN % 16 == 0, "an epilogue chunk is 16 columns wide");
+  static_assert(kTileN % kSplit == 0 && kStoredN % 8 == 0, "a message is four sums a thread");
   static_assert(kCluster == 1 || kBoxRowsB % 8 == 0, "a share of B is whole swizzle atoms");
   static_assert(kBlockBytes % 512 == 0, "a 64-byte swizzle atom is 512 bytes");
 
@@ -61,9 +80,10 @@ struct GemmConfig {
     uint8_t a[kStages][kConsumers][kBlockBytes];
     // Chunks of D on their way out, two in turn a warpgroup.
     uint8_t chunks[kConsumers][2][kTurned ? 16 * kBlockRows * sizeof(typename Out::Item) : 16];
-    float scales[kConsumers][2][kTileN + 2 * kBlockRows];  // see TileScales
+    float scales[kConsumers][2][kStoredN + 2 * kBlockRows];  // see TileScales
     uint64_t full[kStages];
     uint64_t empty[kStages];
+    ExchangeShared<kConsumers, kSplit, kStoredN / 8> exchange;
   };
   static constexpr uint32_t kStageBytes = sizeof(Shared::b) / kStages + sizeof(Shared::a) / kStages;
   static_assert(sizeof(Shared) <= 227 * 1024, "shared memory of one CTA on sm_90");

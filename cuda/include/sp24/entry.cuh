@@ -3,11 +3,18 @@
 #include "sp24/body.cuh"
 #include "sp24/pack.cuh"
 
-#define SP24_GEMM_CONFIG(operand, out, order, tile_n, consumers, cluster, stages)              \
+#define SP24_GEMM_CONFIG(operand, out, order, tile_n, consumers, cluster, stages, split)       \
   sp24::GemmConfig<sp24::operand, sp24::out_##out, sp24::Order::order, tile_n, consumers, cluster, \
-                   stages>
-#define SP24_GEMM_NAME(operand, out, order, tile_n, consumers, cluster, stages) \
-  gemm_##operand##_##out##_##order##_n##tile_n##_w##consumers##_c##cluster##_s##stages
+                   stages, split>
+// The name ends in the parts of K where there are several.
+#define SP24_SPLIT_NAME_1
+#define SP24_SPLIT_NAME_2 _k2
+#define SP24_SPLIT_NAME_4 _k4
+#define SP24_JOIN_(a, b) a##b
+#define SP24_JOIN(a, b) SP24_JOIN_(a, b)
+#define SP24_GEMM_NAME(operand, out, order, tile_n, consumers, cluster, stages, split)            \
+  SP24_JOIN(gemm_##operand##_##out##_##order##_n##tile_n##_w##consumers##_c##cluster##_s##stages, \
+            SP24_SPLIT_NAME_##split)
 #define SP24_PACK_NAME(operand) pack_##operand
 
 #define SP24_FAMILY_e4m3 1
@@ -15,7 +22,7 @@
 #define SP24_FAMILY_bf16 3
 
 #define SP24_DEFINE_GEMM(...)                                                                    \
-  extern "C" __global__ void __cluster_dims__(SP24_GEMM_CONFIG(__VA_ARGS__)::kCluster, 1, 1)     \
+  extern "C" __global__ void __cluster_dims__(SP24_GEMM_CONFIG(__VA_ARGS__)::kClusterCtas, 1, 1) \
       __launch_bounds__(SP24_GEMM_CONFIG(__VA_ARGS__)::kThreads, 1)                              \
           SP24_GEMM_NAME(__VA_ARGS__)(const __grid_constant__ CUtensorMap map_b,                 \
                                       const __grid_constant__ sp24::GemmArgs args) {             \

@@ -46,7 +46,7 @@ struct out_f32 {
 // the tile between, which every reader of the slot reached after its reads.
 template <class Config>
 struct TileScales {
-  static constexpr int kRows = Config::kTileN, kBias = kRows + kBlockRows;
+  static constexpr int kRows = Config::kStoredN, kBias = kRows + kBlockRows;
   uint32_t slots, slot = 0;
   int barrier;
   float row_scale[2], row_bias[2];  // of this lane's rows, from `publish` on
@@ -74,7 +74,7 @@ struct TileScales {
     slot = slot ? 0 : kSlotBytes;
     const int t = threadIdx.x % 128;
     const uint32_t to = slots + slot;
-    bring(to, args.scale_b, n0, Config::kTileN, args.n, args.scale_b_stride, 1.0f, t);
+    bring(to, args.scale_b, n0, Config::kStoredN, args.n, args.scale_b_stride, 1.0f, t);
     // Half of the threads bring the rows' scales, half the biases.
     if (t < kBlockRows)
       bring(to + 4 * kRows, args.scale_a, m0, kBlockRows, args.m, args.scale_a_stride, 1.0f, t);
@@ -109,14 +109,16 @@ struct TileScales {
 // their half of the sixteen rows; a transpose within the quad turns them into 16 neighbouring bytes
 // a lane. Order nm: a chunk is 16 columns of the warpgroup's 64 rows, turned through shared memory,
 // so that a line of D gets its 128 bytes at once: 32 at a time, a warp's own, cost 1 to 4 %.
+// Of eight columns a chunk's second group is empty.
 template <class Config>
 struct Store16 {
   using Out = typename Config::Out;
   using Item = typename Out::Item;
   static constexpr bool kTurned = Config::kOrder == Order::nm;
-  static constexpr int kChunksN = kTurned || Config::kTileN < 32 ? 2 : 4;
+  static constexpr int kChunksN = kTurned || Config::kStoredN < 32 ? 2 : 4;
   static constexpr int kChunksH = 4 / kChunksN;
-  static constexpr int kChunks = Config::kTileN / 16;
+  static constexpr bool kEmptyGroup = Config::kStoredN == 8;
+  static constexpr int kChunks = (Config::kStoredN + 15) / 16;
   static constexpr int kChunkBytes = 16 * kBlockRows * sizeof(Item);
 
   uint32_t words[4 * kChunks];
@@ -126,13 +128,14 @@ struct Store16 {
   static __device__ __forceinline__ int chunk_j(int c) { return c / (2 / kChunksH) * kChunksN; }
   static __device__ __forceinline__ int chunk_h(int c) { return c % (2 / kChunksH); }
 
-  __device__ __forceinline__ void take(const float (&acc)[Config::kTileN / 2],
+  __device__ __forceinline__ void take(const typename Config::StoredSums& acc,
                                        const GemmArgs& args, TileScales<Config>& scales, int m0,
                                        int n0) {
     const int t = threadIdx.x % 128, lane = t % 32, r = lane >> 2, q = lane & 3;
+    if constexpr (kEmptyGroup) words[1] = words[3] = 0;
     scales.publish();
 #pragma unroll
-    for (int j = 0; j < Config::kTileN / 8; ++j) {
+    for (int j = 0; j < Config::kStoredN / 8; ++j) {
       const float2 col = scales.pair(8 * j + 2 * q);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
@@ -147,7 +150,7 @@ struct Store16 {
     const int col = n0 + (kTurned ? t / 8 : 8 * (q % kChunksN));
     at = reinterpret_cast<Item*>(args.d) + (kTurned ? col * args.ldd + row : row * args.ldd + col);
     rows = args.m - row;
-    cols = args.n - col;
+    cols = (kEmptyGroup ? min(args.n, n0 + 8) : args.n) - col;
   }
 
   // The c-th chunk, in two halves with a barrier of the warpgroup between them in order nm. `chunks`
@@ -213,7 +216,7 @@ struct Store16 {
 // 32-bit output: a warp's store covers whole 32-byte sectors in either order as it is, straight from
 // the accumulators.
 template <class Config>
-__device__ __forceinline__ void store_32bit(const float (&acc)[Config::kTileN / 2],
+__device__ __forceinline__ void store_32bit(const typename Config::StoredSums& acc,
                                             const GemmArgs& args,
                                             TileScales<Config>& scales, int m0, int n0) {
   const int lane = threadIdx.x % 32, r = lane >> 2, q = lane & 3;
@@ -221,7 +224,7 @@ __device__ __forceinline__ void store_32bit(const float (&acc)[Config::kTileN / 
   float* d = reinterpret_cast<float*>(args.d);
   scales.publish();
 #pragma unroll
-  for (int j = 0; j < Config::kTileN / 8; ++j) {
+  for (int j = 0; j < Config::kStoredN / 8; ++j) {
     const int col = n0 + 8 * j + 2 * q;
     const float2 scale = scales.pair(8 * j + 2 * q);
 #pragma unroll
@@ -248,7 +251,7 @@ __device__ __forceinline__ void store_32bit(const float (&acc)[Config::kTileN / 
 
 // A whole tile at once.
 template <class Config>
-__device__ __forceinline__ void store_tile(const float (&acc)[Config::kTileN / 2],
+__device__ __forceinline__ void store_tile(const typename Config::StoredSums& acc,
                                            const GemmArgs& args,
                                            TileScales<Config>& scales, uint32_t chunks,
                                            int barrier, int m0, int n0) {

@@ -15,17 +15,20 @@ struct Schedule {
       : rows((args.m + Config::kTileM * Config::kCluster - 1) / (Config::kTileM * Config::kCluster)),
         cols((args.n + Config::kTileN - 1) / Config::kTileN),
         raster(args.raster),
-        index(blockIdx.x / Config::kCluster),
-        stride(gridDim.x / Config::kCluster) {}
+        index(blockIdx.x / Config::kClusterCtas),
+        stride(gridDim.x / Config::kClusterCtas) {}
 
-  // The next tile of this CTA, as its first row of A and of B; false when none is left.
-  __device__ __forceinline__ bool next(int cta_rank, int& m0, int& n0) {
-    if (index >= rows * cols) return false;
+  __device__ __forceinline__ bool more() const { return index < rows * cols; }
+
+  // The next tile of this CTA, as its first row of A and of B; false when none is left. `m_rank` is
+  // the CTA's place along M in its cluster.
+  __device__ __forceinline__ bool next(int m_rank, int& m0, int& n0) {
+    if (!more()) return false;
     const int group = index / (raster * cols), within = index - group * raster * cols;
     const int first = group * raster, height = min(raster, rows - first);
     const int step = within / height, row = first + within - step * height;
     const int col = group % 2 ? cols - 1 - step : step;
-    m0 = (row * Config::kCluster + cta_rank) * Config::kTileM;
+    m0 = (row * Config::kCluster + m_rank) * Config::kTileM;
     n0 = col * Config::kTileN;
     index += stride;
     return true;

@@ -30,6 +30,12 @@ __device__ __forceinline__ void mbarrier_arrive_relaxed_cluster(uint32_t cluster
                : "memory");
 }
 
+// The same, releasing at cluster scope: a MEMBAR, so not for a loop.
+__device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t cluster_bar) {
+  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(cluster_bar)
+               : "memory");
+}
+
 // Waits until the phase of this parity has completed; acquires at CTA scope.
 __device__ __forceinline__ void mbarrier_wait(uint32_t bar, uint32_t parity) {
   asm volatile(
@@ -42,6 +48,32 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t bar, uint32_t parity) {
       "DONE:\n"
       "}\n" ::"r"(bar),
       "r"(parity)
+      : "memory");
+}
+
+// The same, acquiring at cluster scope: what other CTAs released or sent is seen.
+__device__ __forceinline__ void mbarrier_wait_cluster(uint32_t bar, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "WAIT:\n"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], %1;\n"
+      "@p bra DONE;\n"
+      "bra WAIT;\n"
+      "DONE:\n"
+      "}\n" ::"r"(bar),
+      "r"(parity)
+      : "memory");
+}
+
+// Stores 16 bytes in a CTA of the cluster and counts them on a barrier there (PTX ISA, "st.async").
+// The count releases them at cluster scope.
+__device__ __forceinline__ void store_async(uint32_t cluster_addr, float a, float b, float c, float d,
+                                            uint32_t cluster_bar) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
+      ::"r"(cluster_addr),
+      "f"(a), "f"(b), "f"(c), "f"(d), "r"(cluster_bar)
       : "memory");
 }
 

@@ -46,6 +46,8 @@ __device__ __forceinline__ uint64_t descriptor(uint32_t shared_addr) {
 #define SP24_REGS_15 "%120, %121, %122, %123, %124, %125, %126, %127"
 #define SP24_ACC8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), \
                      "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define SP24_N8_REGS "%0, %1, %2, %3"
+#define SP24_N8_ACC "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
 #define SP24_N16_REGS SP24_REGS_0
 #define SP24_N16_ACC SP24_ACC8(0)
 #define SP24_N32_REGS SP24_REGS_0 ", " SP24_REGS_1
@@ -82,6 +84,7 @@ struct WgmmaSp;
   };
 
 #define SP24_DEFINE_WGMMA_SP_ALL_N(OPERAND, TYPES, TAIL)                      \
+  SP24_DEFINE_WGMMA_SP(OPERAND, 8, TYPES, TAIL, 4, 5, 6, 7, 8)                \
   SP24_DEFINE_WGMMA_SP(OPERAND, 16, TYPES, TAIL, 8, 9, 10, 11, 12)            \
   SP24_DEFINE_WGMMA_SP(OPERAND, 32, TYPES, TAIL, 16, 17, 18, 19, 20)          \
   SP24_DEFINE_WGMMA_SP(OPERAND, 64, TYPES, TAIL, 32, 33, 34, 35, 36)          \
