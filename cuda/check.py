@@ -214,11 +214,9 @@ def main() -> None:
     ]
     count = 0
     if not options.no_sass:
-        everything: list[manifest.Entry | manifest.PackEntry]
-        everything = [*loaded.entries, *loaded.pack_entries]
         for fatbin in loaded.fatbins:
             functions = disassemble(manifest.FOLDER / f"{fatbin}.fatbin")
-            described = {e.name for e in everything if e.fatbin == fatbin}
+            described = {e.name for e in loaded.everything if e.fatbin == fatbin}
             for name in sorted(described ^ set(functions)):
                 faults.append(f"{name} is in only one of manifest and {fatbin}.fatbin")
             for name, code in functions.items():

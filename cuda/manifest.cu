@@ -33,6 +33,17 @@ void pack(const char* name, const char* operand) {
   separator = ",\n";
 }
 
+template <class Config>
+void ceiling(const char* name, const char* operand, const char* source) {
+  std::printf(
+      "%s{\"name\": \"%s\", \"kind\": \"ceiling\", \"fatbin\": \"gemm_%s\", \"a_type\": \"%s\", "
+      "\"source\": \"%s\", \"tile_m\": %d, \"tile_n\": %d, \"tile_k\": %d, \"tile_stages\": %d, "
+      "\"threads\": %d, \"smem_bytes\": %zu, \"args\": \"ceiling\"}",
+      separator, name, operand, operand, source, Config::kTileM, Config::kTileN, Config::kTileK,
+      Config::kTileStages, Config::kThreads, sizeof(typename Config::Shared));
+  separator = ",\n";
+}
+
 }  // namespace
 
 #define SP24_STRING_(x) #x
@@ -45,6 +56,9 @@ int main() {
       SP24_STRING(SP24_GEMM_NAME(operand, out, order, tile_n, consumers, cluster, stages, split)), \
       #operand, #out, #order);
 #define SP24_PACK(operand) pack(SP24_STRING(SP24_PACK_NAME(operand)), #operand);
+#define SP24_CEILING(operand, source)                                                         \
+  ceiling<SP24_CEILING_CONFIG(operand, source)>(SP24_STRING(SP24_CEILING_NAME(operand, source)), \
+                                                #operand, #source);
 #include "kernels.def"
   const char* comma = "";
   std::printf("\n],\n\"args\": {\n\"gemm\": {\"tensor_map_bytes\": %zu, \"bytes\": %zu, \"fields\": [",
@@ -61,6 +75,14 @@ int main() {
   std::printf("%s[\"%s\", \"%s\", %zu]", comma, #name, #type, offsetof(sp24::PackArgs, name)); \
   comma = ", ";
   SP24_PACK_ARGS(X)
+#undef X
+  std::printf("]},\n\"ceiling\": {\"tensor_map_bytes\": 0, \"bytes\": %zu, \"fields\": [",
+              sizeof(sp24::CeilingArgs));
+  comma = "";
+#define X(type, name)                                                                            \
+  std::printf("%s[\"%s\", \"%s\", %zu]", comma, #name, #type, offsetof(sp24::CeilingArgs, name)); \
+  comma = ", ";
+  SP24_CEILING_ARGS(X)
 #undef X
   std::printf("]}\n}}\n");
 }

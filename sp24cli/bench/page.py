@@ -45,16 +45,16 @@ def page(result: BenchResult, more: Sequence[str] = ()) -> str:
         parts.append(f"<h2>{escape(head)}</h2>")
         parts += [f'<p class="small">{escape(line)}</p>' for line in rest]
         parts.append('<div class="wide"><table>')
-        parts.append(_row("th", report.HEAD, ""))
+        parts.append(_row("th", report.head(result), ""))
         for row in case.rows:
             kind = ' class="ours"' if row.role.family == "sp24" else ""
-            parts.append(_row("td", report.cells(case, row), kind))
+            parts.append(_row("td", report.cells(result, case, row), kind))
         parts.append("</table></div>")
         parts += [
             f'<p class="small">{escape(label)}: {escape(reason)}</p>'
             for label, reason in report.skipped(case)
         ]
-    parts.append(f'<p class="small">{escape(report.LEGEND)}</p></body></html>')
+    parts.append(f'<p class="small">{escape(report.legend(result))}</p></body></html>')
     return "\n".join(parts) + "\n"
 
 

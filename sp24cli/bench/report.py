@@ -6,8 +6,8 @@ import csv
 import io
 from collections.abc import Iterable, Sequence
 
-from sp24cli.bench.ceiling import bound_by_memory, memory_floor_us
-from sp24cli.bench.result import BenchResult, CaseResult, Figure, Row
+from sp24cli.bench.ceiling import memory_bounds, memory_floor_us, shares
+from sp24cli.bench.result import BenchResult, CaseResult, Environment, Figure, Row
 from sp24cli.kernels.manifest import Manifest
 
 HEAD = (
@@ -22,16 +22,36 @@ LEGEND = (
     "burst / sustained; * marks the fastest cuSPARSELt algorithms."
 )
 
+#: Said as well where a ceiling was measured.
+CEILING_LEGEND = (
+    "Of ceiling, burst / sustained: the rate over that of sparse wgmmas alone or, marked 'copy', "
+    "the time of the packed weight at the rate of a copy over the product's."
+)
+
+
+def head(result: BenchResult) -> tuple[str, ...]:
+    """The heads of `cells`."""
+    return (*HEAD[:7], *(["of ceiling"] * _has_ceiling(result)), *HEAD[7:])
+
+
+def legend(result: BenchResult) -> str:
+    return f"{LEGEND} {CEILING_LEGEND}" if _has_ceiling(result) else LEGEND
+
+
+def _has_ceiling(result: BenchResult) -> bool:
+    environment = result.environment
+    return environment.copy_tbps is not None or bool(environment.wgmma)
+
 
 def table(result: BenchResult, more: Sequence[str] = ()) -> str:
     """What the command prints: conditions, a table for each case, the summary, ``more`` lines."""
     lines = [*conditions(result), ""]
     for case in result.cases:
         lines += case_head(result, case)
-        lines += align([HEAD, *(cells(case, row) for row in case.rows)])
+        lines += align([head(result), *(cells(result, case, row) for row in case.rows)])
         lines += [f"  {label}: {reason}" for label, reason in skipped(case)]
         lines.append("")
-    lines += [*failures(result), LEGEND, *summary(result)]
+    lines += [*failures(result), legend(result), *summary(result)]
     return "\n".join([*lines, *(["", *more] if more else [])])
 
 
@@ -41,11 +61,12 @@ def markdown(result: BenchResult, more: Sequence[str] = ()) -> str:
     for case in result.cases:
         lines += [f"## {case.shape} {case.type} → {case.out} {case.order}", ""]
         lines += [f"{line}  " for line in case_head(result, case)[1:]]
-        lines += ["", _pipes(HEAD), "| --- |" + " ---: |" * (len(HEAD) - 2) + " --- |"]
-        lines += [_pipes(cells(case, row)) for row in case.rows]
+        heads = head(result)
+        lines += ["", _pipes(heads), "| --- |" + " ---: |" * (len(heads) - 2) + " --- |"]
+        lines += [_pipes(cells(result, case, row)) for row in case.rows]
         lines += ["", *(f"- {label}: {reason}" for label, reason in skipped(case)), ""]
     lines += [f"- {line}" for line in failures(result)]
-    lines += [LEGEND, "", *(f"- {line}" for line in summary(result))]
+    lines += [legend(result), "", *(f"- {line}" for line in summary(result))]
     if more:
         lines += ["", "```text", *more, "```"]
     return "\n".join(lines) + "\n"
@@ -128,7 +149,25 @@ def conditions(result: BenchResult) -> list[str]:
         f"sustained: median from {s.sustained_from_ms:.0f} to {s.sustained_to_ms:.0f} ms of "
         f"running; {s.rounds} interleaved rounds of CUDA graphs",
         *([] if e.copy_tbps is None else [f"copying memory: {e.copy_tbps:.2f} TB/s, read + write"]),
+        *_alone(e),
         *result.notes,
+    ]
+
+
+def _alone(environment: Environment) -> list[str]:
+    """A line for each type that the tensor cores were timed with alone."""
+    sources = {"ss": "A from shared memory", "rs": "A from registers"}
+    return [
+        f"sparse wgmmas alone, {of_type}: "
+        + ", ".join(
+            f"{sources.get(c.source, c.source)} {significant(c.burst_tflops)} burst / "
+            f"{significant(c.sustained_tflops)} sustained"
+            + (f" at {c.sm_mhz:.0f} MHz" if c.sm_mhz is not None else "")
+            for c in environment.wgmma
+            if c.type == of_type
+        )
+        + " TFLOPS"
+        for of_type in dict.fromkeys(c.type for c in environment.wgmma)
     ]
 
 
@@ -187,16 +226,7 @@ def case_head(result: BenchResult, case: CaseResult) -> list[str]:
 
 def _against_copy(result: BenchResult, case: CaseResult) -> list[str]:
     e, ours = result.environment, case.best("sp24", "burst")
-    if e.copy_tbps is None or ours is None:
-        return []
-    if not bound_by_memory(
-        case.shape,
-        case.type,
-        case.out,
-        copy_tbps=e.copy_tbps,
-        sm_count=e.sm_count,
-        clock_khz=round(e.clock_mhz_max * 1000),
-    ):
+    if e.copy_tbps is None or ours is None or not memory_bounds(e, case):
         return []
     floor = memory_floor_us(case.shape, case.type, e.copy_tbps)
     return [
@@ -205,8 +235,8 @@ def _against_copy(result: BenchResult, case: CaseResult) -> list[str]:
     ]
 
 
-def cells(case: CaseResult, row: Row) -> tuple[str, ...]:
-    """One row under `HEAD`."""
+def cells(result: BenchResult, case: CaseResult, row: Row) -> tuple[str, ...]:
+    """One row under `head`."""
     best = row is case.best("cusparselt", "burst") or row is case.best("cusparselt", "sustained")
     burst, sustained = row.burst, row.sustained
     label = row.role.label if row.role.family == "sp24" else f"{row.role.label}{' *' * best}"
@@ -220,12 +250,21 @@ def cells(case: CaseResult, row: Row) -> tuple[str, ...]:
         significant(sustained.tflops),
         f"{sustained.gbps:.0f}",
         f"{sustained.peak_share:.0%}",
+        *([_of_ceiling(result, case, row)] * _has_ceiling(result)),
         _number(sustained.sm_mhz, 0),
         _number(sustained.power_w, 0),
         _number(sustained.tflops_per_watt, 2),
         _against(case, row),
         _doubts(row),
     )
+
+
+def _of_ceiling(result: BenchResult, case: CaseResult, row: Row) -> str:
+    found = shares(result.environment, case, row)
+    if found is None:
+        return ""
+    by, burst, sustained = found
+    return f"{'copy ' * (by == 'copy')}{burst:.0%} / {sustained:.0%}"
 
 
 def _against(case: CaseResult, row: Row) -> str:

@@ -104,10 +104,27 @@ class CaseResult:
 
 
 @dataclass(frozen=True)
+class WgmmaCeiling:
+    """The rate of a kernel of nothing but sparse wgmmas on data that is already there.
+
+    ``source`` is where it takes A from: "ss", shared memory, or "rs", registers. TFLOPS are
+    dense-equivalent; clock and power are of the sustained figure, None where they cannot be read.
+    """
+
+    type: str
+    source: str
+    burst_tflops: float
+    sustained_tflops: float
+    sm_mhz: float | None
+    power_w: float | None
+
+
+@dataclass(frozen=True)
 class Environment:
     """Where and with what it was measured. ``peers`` maps a library to its version, or to the
     reason it was not used. ``copy_tbps`` is the rate of a copy in device memory, terabytes a
-    second read and written; None where it was not asked for."""
+    second read and written, None where it was not asked for; ``wgmma`` what the tensor cores do
+    at most, as far as that was asked for."""
 
     date: str
     gpu: str
@@ -120,6 +137,7 @@ class Environment:
     commit: str | None
     peers: dict[str, str]
     copy_tbps: float | None = None
+    wgmma: tuple[WgmmaCeiling, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 import sp24cli
 from sp24cli.bench.candidates import Candidate, Operands, Ours, Peer, Peers, Role, tensor_alpha
-from sp24cli.bench.ceiling import copy_bandwidth
+from sp24cli.bench.ceiling import copy_bandwidth, wgmma_ceilings
 from sp24cli.bench.instrument import DeviceTimer, Instrument, Measurement, Timing
 from sp24cli.bench.judge import Judge, WeightChecks, again, raise_if_wrong
 from sp24cli.bench.plan import BenchPlan, Case
@@ -27,6 +27,7 @@ from sp24cli.bench.result import (
     Figure,
     Progress,
     Row,
+    WgmmaCeiling,
 )
 from sp24cli.bench.statistics import rotation
 from sp24cli.errors import Sp24Error
@@ -71,10 +72,17 @@ def run(
     say = progress or (lambda text: None)
     timer = DeviceTimer(device, telemetry)
     instrument = Instrument(timer, plan.settings)
-    copy_tbps = None
+    copy_tbps: float | None = None
+    wgmma: tuple[WgmmaCeiling, ...] = ()
     if plan.ceiling:
         say("copying memory")
         copy_tbps = copy_bandwidth(device, timer)
+        wgmma = wgmma_ceilings(
+            device,
+            instrument,
+            manifest.load().ceiling_entries,
+            lambda done, total: say(f"tensor cores alone, run {done} of {total}"),
+        )
     cases: list[CaseResult] = []
     failures: list[Failure] = []
     with ExitStack() as stack:
@@ -91,7 +99,7 @@ def run(
                 if finished is not None:
                     finished(result)
     return BenchResult(
-        _environment(device, libraries.states, copy_tbps),
+        _environment(device, libraries.states, copy_tbps, wgmma),
         plan.settings,
         tuple(cases),
         tuple(failures),
@@ -309,7 +317,12 @@ def _row(
     return Row(role, check, figure(measured.burst), figure(measured.sustained), measured.launches)
 
 
-def _environment(device: Device, peers: dict[str, str], copy_tbps: float | None) -> Environment:
+def _environment(
+    device: Device,
+    peers: dict[str, str],
+    copy_tbps: float | None,
+    wgmma: tuple[WgmmaCeiling, ...],
+) -> Environment:
     version = device.driver_version
     return Environment(
         datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
@@ -323,6 +336,7 @@ def _environment(device: Device, peers: dict[str, str], copy_tbps: float | None)
         source_commit(Path(sp24cli.__file__).resolve().parent.parent),
         peers,
         copy_tbps,
+        wgmma,
     )
 
 

@@ -137,7 +137,8 @@ def _file_option(name: str, what: str) -> Callable[[Any], Any]:
 @click.option(
     "--ceiling",
     is_flag=True,
-    help="Measure the copy bandwidth too, and give shapes bound by memory as a share of it.",
+    help="Measure the copy bandwidth and the sparse tensor cores alone too, and give every product "
+    "as a share of what bounds it.",
 )
 @click.option(
     "--tune",

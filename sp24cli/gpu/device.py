@@ -83,7 +83,7 @@ class Kernel:
     """A loaded entry point. ``max_clusters`` is how many of its clusters the chip runs at once."""
 
     handle: Any
-    entry: manifest.Entry | manifest.PackEntry
+    entry: manifest.AnyEntry
     max_clusters: int
 
 
@@ -211,7 +211,7 @@ class Device:
     def load_module(self, image: bytes) -> Any:
         return check(api().cuModuleLoadData(image))
 
-    def kernel(self, entry: manifest.Entry | manifest.PackEntry) -> Kernel:
+    def kernel(self, entry: manifest.AnyEntry) -> Kernel:
         """The loaded kernel of a manifest entry, from the package's fatbins."""
         if entry.name not in self._kernels:
             if entry.fatbin not in self._modules:
@@ -219,7 +219,7 @@ class Device:
             self._kernels[entry.name] = self.kernel_from(self._modules[entry.fatbin], entry)
         return self._kernels[entry.name]
 
-    def kernel_from(self, module: Any, entry: manifest.Entry | manifest.PackEntry) -> Kernel:
+    def kernel_from(self, module: Any, entry: manifest.AnyEntry) -> Kernel:
         cu = api()
         handle = check(cu.cuModuleGetFunction(module, entry.name.encode()))
         clusters = 0

@@ -81,15 +81,48 @@ class PackEntry:
 
 
 @dataclass(frozen=True)
+class CeilingEntry:
+    """A kernel of nothing but wgmmas; its grid is one CTA an SM.
+
+    A CTA multiplies as many tiles of ``tile_m`` x ``tile_n`` as it is told, each over
+    ``tile_stages`` stages of ``tile_k``; ``source`` is where A comes from: "ss", shared memory, or
+    "rs", registers.
+    """
+
+    name: str
+    fatbin: str
+    a_type: str
+    source: str
+    tile_m: int
+    tile_n: int
+    tile_k: int
+    tile_stages: int
+    threads: int
+    smem_bytes: int
+    registers: int
+    local_bytes: int
+    args: str
+
+
+AnyEntry = Entry | PackEntry | CeilingEntry
+
+
+@dataclass(frozen=True)
 class Manifest:
     """Everything the package knows of its kernels. ``sha256`` names the set of fatbins."""
 
     entries: tuple[Entry, ...]
     pack_entries: tuple[PackEntry, ...]
+    ceiling_entries: tuple[CeilingEntry, ...]
     args: dict[str, ArgumentLayout]
     fatbins: dict[str, str]
     sources: str
     nvcc: str
+
+    @property
+    def everything(self) -> tuple[AnyEntry, ...]:
+        """Every kernel of every kind."""
+        return (*self.entries, *self.pack_entries, *self.ceiling_entries)
 
     @property
     def sha256(self) -> str:
@@ -111,6 +144,9 @@ def load() -> Manifest:
     return Manifest(
         entries=tuple(_entry(Entry, k) for k in raw["kernels"] if k["kind"] == "gemm"),
         pack_entries=tuple(_entry(PackEntry, k) for k in raw["kernels"] if k["kind"] == "pack"),
+        ceiling_entries=tuple(
+            _entry(CeilingEntry, k) for k in raw["kernels"] if k["kind"] == "ceiling"
+        ),
         args={
             name: ArgumentLayout(
                 a["tensor_map_bytes"], a["bytes"], tuple((n, t, o) for n, t, o in a["fields"])

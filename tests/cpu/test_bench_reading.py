@@ -9,11 +9,14 @@ from dataclasses import replace
 import pytest
 
 from sp24cli.bench.reading import read_result
+from sp24cli.bench.result import WgmmaCeiling
 from sp24cli.errors import BadInputError
 from tests.cpu.benchresult import two_cases
 from tests.cpu.console import ROOT
 
+ALONE = (WgmmaCeiling("e4m3", "ss", 3000.0, 2500.0, 1500.0, None),)
 RESULT = two_cases()
+RESULT = replace(RESULT, environment=replace(RESULT.environment, wgmma=ALONE))
 
 
 @pytest.fixture
@@ -46,11 +49,12 @@ def test_there_are_results_to_read():
 
 def test_older_documents_lack_what_was_added_since(read):
     document = RESULT.to_json()
-    del document["environment"]["copy_tbps"]
+    del document["environment"]["copy_tbps"], document["environment"]["wgmma"]
     for case in document["cases"]:
         del case["chosen_by"]
     found = read(document)
     assert found.environment.copy_tbps is None
+    assert found.environment.wgmma == ()
     assert found.cases[0].chosen_by is None
     assert replace(found.cases[0], chosen_by="table") == RESULT.cases[0]
 

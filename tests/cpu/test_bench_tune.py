@@ -8,11 +8,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from sp24cli.bench import ceiling, plan, report, tune
+from sp24cli.bench import ceiling, page, plan, report, tune
 from sp24cli.bench import run as bench
 from sp24cli.bench.ceiling import bound_by_memory, copy_bandwidth, memory_floor_us
-from sp24cli.bench.instrument import DeviceTimer
+from sp24cli.bench.instrument import DeviceTimer, Instrument
 from sp24cli.bench.rates import Shape
+from sp24cli.bench.result import WgmmaCeiling
 from sp24cli.cli.main import run as sp24
 from sp24cli.gpu import select
 from sp24cli.gpu.device import Device
@@ -22,7 +23,8 @@ from sp24cli.kernels.choices import Measured, Problem, Table
 from tests.cpu.benchdevice import SETTINGS, KernelPlan, Weight, simulate
 from tests.cpu.benchresult import DECODE, LARGE, two_cases
 
-KERNELS = {e.tile_n: e.name for e in candidates("e4m3", "bf16", "nm")}
+CANDIDATES = candidates("e4m3", "bf16", "nm")
+KERNELS = {e.tile_n: e.name for e in CANDIDATES if e.split == 1}
 SHAPES = (Shape(128, 16, 256), Shape(128, 48, 256))
 PROBLEMS = [Problem("e4m3", "bf16", "nm", s.m, s.n, s.k) for s in SHAPES]
 
@@ -38,6 +40,13 @@ def device(monkeypatch, tmp_path):
     select.forget()
 
 
+def ceiling_entry(source):
+    return manifest.CeilingEntry(
+        f"ceiling_e4m3_{source}", "gemm_e4m3", "e4m3", source, 128, 256, 128, 64, 256, 4096, 160, 0,
+        "ceiling",
+    )  # fmt: skip
+
+
 def tuned(device, **fields):
     cases = plan.plan_shapes(SHAPES, "e4m3", workers=1)
     return tune.tune(replace(plan.BenchPlan(cases, "nm", settings=SETTINGS), **fields), device)
@@ -48,7 +57,8 @@ def test_every_kernel_is_timed(device):
     assert [case.measured.problem for case in result.cases] == PROBLEMS
     for case in result.cases:
         assert case.measured.times == pytest.approx(
-            {KERNELS[256]: 10.0, KERNELS[128]: 6.0, KERNELS[64]: 8.0, KERNELS[16]: 7.0}
+            {e.name: 10.0 for e in CANDIDATES}
+            | {KERNELS[128]: 6.0, KERNELS[64]: 8.0, KERNELS[16]: 7.0}
         )
         assert case.measured.kernel == KERNELS[128]
     assert result.failures == ()
@@ -68,7 +78,7 @@ def test_the_least_of_several_rounds_counts(device, monkeypatch):
     cases = plan.plan_shapes(SHAPES[:1], "e4m3", workers=1)
     (case,) = tune.tune(plan.BenchPlan(cases, "nm", settings=SETTINGS), device).cases
     assert set(case.measured.times.values()) == {5.0}
-    assert seen[:4] == seen[4:8] == seen[8:], "in turn, so that heat falls on all"
+    assert seen == 3 * [e.name for e in CANDIDATES], "in turn, so that heat falls on all"
 
 
 def test_what_would_have_been_chosen_is_judged(device, monkeypatch):
@@ -203,6 +213,62 @@ class TestCeiling:
         asked = plan.BenchPlan(cases, "nm", settings=SETTINGS, ceiling=True)
         assert bench.run(asked, device).environment.copy_tbps == pytest.approx(4.0)
         assert bench.run(replace(asked, ceiling=False), device).environment.copy_tbps is None
+
+    def test_the_tensor_cores_alone(self, device, monkeypatch):
+        entries = [ceiling_entry("ss"), ceiling_entry("rs")]
+        layout = manifest.ArgumentLayout(0, 16, (("sums", "uint64_t", 0), ("tiles", "int32_t", 8)))
+        monkeypatch.setattr(
+            ceiling.manifest, "load", lambda: SimpleNamespace(args={"ceiling": layout})
+        )
+        device.launch_us = {"ceiling_e4m3_ss": 10.0, "ceiling_e4m3_rs": 8.0}
+        found = ceiling.wgmma_ceilings(device, Instrument(DeviceTimer(device), SETTINGS), entries)
+        assert [(c.type, c.source) for c in found] == [("e4m3", "ss"), ("e4m3", "rs")]
+        # The simulated launch takes as long for each CTA, so their number cancels.
+        flops = ceiling.WGMMA_TILES * 64 * 2 * 128 * 256 * 128
+        for got, us in zip(found, (10.0, 8.0), strict=True):
+            assert got.burst_tflops == pytest.approx(flops / us / 1e6)
+            assert got.sustained_tflops == pytest.approx(flops / us / 1e6)
+        assert not device.buffers
+        assert not ceiling.wgmma_ceilings(device, Instrument(DeviceTimer(device), SETTINGS), [])
+
+    def test_every_sparse_row_is_a_share_of_what_bounds_it(self):
+        alone = (
+            WgmmaCeiling("e4m3", "ss", 3000.0, 2500.0, 1500.0, None),
+            WgmmaCeiling("e4m3", "rs", 3200.0, 2400.0, None, None),
+            WgmmaCeiling("f16", "ss", 1.0, 1.0, None, None),
+        )
+        made = two_cases(4.0)
+        result = replace(made, environment=replace(made.environment, wgmma=alone))
+        large, decode = result.cases
+        ours, dense = large.rows[:2]
+        assert ceiling.shares(result.environment, large, ours) == (
+            "wgmma",
+            pytest.approx(ours.burst.tflops / 3200.0),
+            pytest.approx(ours.sustained.tflops / 2500.0),
+        )
+        assert ceiling.shares(result.environment, large, dense) is None
+        by, burst, sustained = ceiling.shares(result.environment, decode, decode.rows[0])
+        assert (by, round(burst, 2), round(sustained, 2)) == ("copy", 1.0, 0.92)
+        text = report.table(result)
+        assert (
+            "sparse wgmmas alone, e4m3: A from shared memory 3000 burst / 2500 sustained at 1500 "
+            "MHz, A from registers 3200 burst / 2400 sustained TFLOPS"
+        ) in text
+        assert "copy 100% / 92%" in text
+        share = f"{ours.burst.tflops / 3200:.0%} / {ours.sustained.tflops / 2500:.0%}"
+        assert share in text and share in report.markdown(result)
+        assert "of ceiling" in page.page(result)
+        assert "of ceiling" not in report.table(two_cases(None))
+        assert len(report.head(result)) == len(report.cells(result, large, ours))
+
+    def test_sixteen_bit_types_share_a_ceiling(self):
+        made = two_cases(4.0)
+        alone = (WgmmaCeiling("f16", "ss", 1000.0, 1000.0, None, None),)
+        environment = replace(made.environment, wgmma=alone)
+        case = made.cases[0]
+        assert ceiling.shares(environment, case, case.rows[0]) is None
+        bf16 = replace(case, type="bf16")
+        assert ceiling.shares(environment, bf16, case.rows[0]) is not None
 
     def test_the_floor_is_the_packed_weight(self):
         packed = 28672 * (8192 // 2 + 8192 // 8)

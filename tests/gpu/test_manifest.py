@@ -11,13 +11,10 @@ from sp24cli.gpu.driver import api, check
 from sp24cli.kernels import manifest
 
 LOADED = manifest.load()
-EVERYTHING = [*LOADED.entries, *LOADED.pack_entries]
 
 
-@pytest.mark.parametrize("entry", EVERYTHING, ids=lambda e: e.name)
-def test_parameters_registers_and_local_memory(
-    device: Device, entry: manifest.Entry | manifest.PackEntry
-) -> None:
+@pytest.mark.parametrize("entry", LOADED.everything, ids=lambda e: e.name)
+def test_parameters_registers_and_local_memory(device: Device, entry: manifest.AnyEntry) -> None:
     cu = api()
     handle = device.kernel(entry).handle
     layout = LOADED.args[entry.args]

@@ -4,22 +4,69 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 
-from sp24cli.bench.ceiling import copy_bandwidth
-from sp24cli.bench.instrument import DeviceTimer
+from sp24cli.bench.ceiling import WgmmaLoop, copy_bandwidth, wgmma_ceilings
+from sp24cli.bench.instrument import DeviceTimer, Instrument
 from sp24cli.bench.plan import BenchPlan, plan_shapes
-from sp24cli.bench.rates import Shape
+from sp24cli.bench.rates import Shape, peak_tflops
+from sp24cli.bench.statistics import Settings
 from sp24cli.bench.tune import tune
 from sp24cli.gpu import select
 from sp24cli.gpu.device import Device
 from sp24cli.gpu.matmul import SparseWeight
 from sp24cli.gpu.select import candidates
 from sp24cli.kernels import choices, manifest
+from sp24cli.optypes import operand_type
 
 
 def test_a_copy_is_as_fast_as_hbm(device: Device) -> None:
     assert 1.5 < copy_bandwidth(device, DeviceTimer(device)) < 8.0
+
+
+def sums(device: Device, name: str, tiles: int) -> npt.NDArray[np.float32]:
+    (entry,) = (e for e in manifest.load().ceiling_entries if e.name == name)
+    loop = WgmmaLoop(device, entry, tiles)
+    device.memset(loop.sums, 0xFF)
+    loop.enqueue(0)
+    found = device.download(loop.sums, np.float32, (device.sm_count, entry.threads))
+    loop.free()
+    return found
+
+
+@pytest.mark.parametrize("type_name", ["e4m3", "f16"])
+def test_the_tensor_cores_alone_sum_the_same_numbers(device: Device, type_name: str) -> None:
+    """From shared memory and from registers, in one tile and in several, run after run."""
+    want = sums(device, f"ceiling_{type_name}_ss", 1)
+    assert np.isfinite(want).all()
+    # Random operands: no two threads sum the same, and none sums nothing.
+    assert np.unique(want).size > 0.99 * want.size
+    for source, tiles in (("ss", 1), ("ss", 5), ("rs", 1), ("rs", 5)):
+        got = sums(device, f"ceiling_{type_name}_{source}", tiles)
+        assert got.tobytes() == want.tobytes(), (source, tiles)
+
+
+def test_the_tensor_cores_alone_are_faster_than_dense_ones_can_be(device: Device) -> None:
+    """The peak is at the highest clock, which a burst comes near to and power keeps a long run from."""
+    found = wgmma_ceilings(
+        device,
+        Instrument(DeviceTimer(device), Settings(rounds=1)),
+        manifest.load().ceiling_entries,
+    )
+    assert {(c.type, c.source) for c in found} == {
+        (type_name, source) for type_name in ("e4m3", "f16") for source in ("ss", "rs")
+    }
+    for c in found:
+        peak = peak_tflops(
+            operand_type(c.type),
+            sparse=True,
+            sm_count=device.sm_count,
+            clock_khz=device.clock_khz_max,
+        )
+        assert 0.5 * peak < c.burst_tflops < peak, c
+        assert 0.3 * peak < c.sustained_tflops < peak, c
 
 
 @pytest.mark.parametrize("order", ["nm", "mn"])

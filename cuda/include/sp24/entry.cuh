@@ -1,6 +1,7 @@
 // Turns the rows of kernels.def into extern "C" kernels.
 #pragma once
 #include "sp24/body.cuh"
+#include "sp24/ceiling.cuh"
 #include "sp24/pack.cuh"
 
 #define SP24_GEMM_CONFIG(operand, out, order, tile_n, consumers, cluster, stages, split)       \
@@ -32,4 +33,11 @@
   extern "C" __global__ void __launch_bounds__(128)                                             \
       SP24_PACK_NAME(operand)(const __grid_constant__ sp24::PackArgs args) {                    \
     sp24::pack_block<sp24::operand>(args);                                                      \
+  }
+#define SP24_CEILING_CONFIG(operand, source) sp24::CeilingConfig<sp24::operand, sp24::Source::source>
+#define SP24_CEILING_NAME(operand, source) ceiling_##operand##_##source
+#define SP24_DEFINE_CEILING(operand, source)                                                    \
+  extern "C" __global__ void __launch_bounds__(SP24_CEILING_CONFIG(operand, source)::kThreads, 1) \
+      SP24_CEILING_NAME(operand, source)(const __grid_constant__ sp24::CeilingArgs args) {      \
+    sp24::ceiling<SP24_CEILING_CONFIG(operand, source)>(args);                                  \
   }

@@ -36,6 +36,8 @@ namespace ptx {
 SP24_DEFINE_WGMMA_SP_ALL_N(e4m3, "k64.f32.e4m3.e4m3", "")
 SP24_DEFINE_WGMMA_SP_ALL_N(f16, "k32.f32.f16.f16", ", 0, 0")
 SP24_DEFINE_WGMMA_SP_ALL_N(bf16, "k32.f32.bf16.bf16", ", 0, 0")
+SP24_DEFINE_WGMMA_SP_REGISTERS(e4m3, "k64.f32.e4m3.e4m3", "")
+SP24_DEFINE_WGMMA_SP_REGISTERS(f16, "k32.f32.f16.f16", ", 0")
 }  // namespace ptx
 
 }  // namespace sp24

@@ -56,6 +56,12 @@ __device__ __forceinline__ void copy_async_wait_all() {
   asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
+// Orders this thread's ordinary accesses of shared memory before asynchronous ones (copies, wgmmas) that
+// other threads start after a barrier.
+__device__ __forceinline__ void fence_async_proxy() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
 // Brings the box into L2.
 __device__ __forceinline__ void tensor_prefetch(const CUtensorMap* map, int x, int y) {
   asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(map), "r"(x),

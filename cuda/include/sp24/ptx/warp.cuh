@@ -58,6 +58,10 @@ __device__ __forceinline__ void store_shared(uint32_t addr, float v) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(addr), "f"(v) : "memory");
 }
 
+__device__ __forceinline__ void store_shared(uint32_t addr, uint32_t v) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(addr), "r"(v) : "memory");
+}
+
 // A barrier of `threads` threads of the CTA that name the same one of the sixteen.
 __device__ __forceinline__ void named_barrier_sync(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
@@ -119,6 +123,13 @@ __device__ __forceinline__ void launch_dependents() {
 }
 __device__ __forceinline__ void wait_for_prerequisites() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
+// Two e4m3 in the low half of a word, `low` in its low byte.
+__device__ __forceinline__ uint32_t pack_e4m3(float low, float high) {
+  uint16_t pair;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+  return pair;
 }
 
 // Stores four 8x8 matrices of 16-bit elements, transposed; lane l gives the address of row l % 8 of

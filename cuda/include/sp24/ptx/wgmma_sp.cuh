@@ -91,4 +91,27 @@ struct WgmmaSp;
   SP24_DEFINE_WGMMA_SP(OPERAND, 128, TYPES, TAIL, 64, 65, 66, 67, 68)         \
   SP24_DEFINE_WGMMA_SP(OPERAND, 256, TYPES, TAIL, 128, 129, 130, 131, 132)
 
+// The same with A in registers, for N 256.
+template <class Operand>
+struct WgmmaSpRegisters;
+
+#define SP24_DEFINE_WGMMA_SP_REGISTERS(OPERAND, TYPES, TAIL)                                       \
+  template <>                                                                                      \
+  struct WgmmaSpRegisters<OPERAND> {                                                               \
+    template <int Sel>                                                                             \
+    static __device__ __forceinline__ void issue(float (&d)[128], const uint32_t (&a)[4],          \
+                                                 uint64_t b, uint32_t meta, uint32_t accumulate) { \
+      asm volatile(                                                                                \
+          "{\n"                                                                                    \
+          ".reg .pred p;\n"                                                                        \
+          "setp.ne.b32 p, %134, 0;\n"                                                              \
+          "wgmma.mma_async.sp.sync.aligned.m64n256" TYPES " {" SP24_N256_REGS "},"                 \
+          " {%128, %129, %130, %131}, %132, %133, %135, p, 1, 1" TAIL ";\n"                        \
+          "}\n"                                                                                    \
+          : SP24_N256_ACC                                                                          \
+          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(meta), "r"(accumulate),        \
+            "n"(Sel));                                                                             \
+    }                                                                                              \
+  };
+
 }  // namespace sp24::ptx
