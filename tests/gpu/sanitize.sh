@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Every kernel on a small and on a ragged shape, K long enough for the ring to go round, under
-# compute-sanitizer. Racecheck runs its own build: see kArrivingLanes in cuda/include/sp24/config.cuh.
+# Every kernel on a small and on a ragged shape, K long enough for the ring to go round, and those that
+# split K also with too little of it and with several tiles a CTA, under compute-sanitizer. Racecheck
+# runs its own build: see kArrivingLanes in cuda/include/sp24/config.cuh.
 #   tests/gpu/sanitize.sh PYTHON [memcheck|racecheck ...]
 set -euo pipefail
 python=$1
@@ -14,6 +15,8 @@ for tool in "$@"; do
     "$python" cuda/build.py --racecheck --output "$kernels"
   fi
   SP24_KERNELS=$kernels SP24_REQUIRE_GPU=1 compute-sanitizer --tool "$tool" --error-exitcode 99 \
-    --target-processes all "$python" -m pytest tests/gpu/test_gemm.py tests/gpu/test_pack.py -q \
-    -p no:cacheprovider -k "(small_integers and (192x256x1280 or 65x300x1412)) or image"
+    --target-processes all "$python" -m pytest tests/gpu/test_gemm.py tests/gpu/test_pack.py \
+    tests/gpu/test_tune.py -q -p no:cacheprovider -k "(small_integers and (192x256x1280 or \
+    65x300x1412)) or image or number_of_blocks or (tile_order and f32_mn and (_k2 or _k4)) or \
+    sum_the_same_numbers"
 done
