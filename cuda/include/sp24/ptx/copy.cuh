@@ -56,8 +56,8 @@ __device__ __forceinline__ void copy_async_wait_all() {
   asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
-// Orders this thread's ordinary accesses of shared memory before asynchronous ones (copies, wgmmas) that
-// other threads start after a barrier.
+// Orders this thread's ordinary accesses of shared memory before asynchronous ones (copies, wgmmas)
+// that other threads start after a barrier.
 __device__ __forceinline__ void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
