@@ -49,7 +49,7 @@ def test_the_tensor_cores_alone_sum_the_same_numbers(device: Device, type_name: 
 
 
 def test_the_tensor_cores_alone_are_faster_than_dense_ones_can_be(device: Device) -> None:
-    """Of the peak at the highest clock: a burst comes near to it, power keeps a long run from it."""
+    """Of the peak at the highest clock, which power keeps a long run from."""
     found = wgmma_ceilings(
         device,
         Instrument(DeviceTimer(device), Settings(rounds=1)),
