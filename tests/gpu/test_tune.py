@@ -41,8 +41,8 @@ def test_the_tensor_cores_alone_sum_the_same_numbers(device: Device, type_name: 
     """From shared memory and from registers, in one tile and in several, run after run."""
     want = sums(device, f"ceiling_{type_name}_ss", 1)
     assert np.isfinite(want).all()
-    # Random operands: no two threads sum the same, and none sums nothing.
-    assert np.unique(want).size > 0.99 * want.size
+    # Random operands: few threads sum the same. (Some do, on the coarse grid of FP8 sums.)
+    assert np.unique(want).size > 0.5 * want.size
     for source, tiles in (("ss", 1), ("ss", 5), ("rs", 1), ("rs", 5)):
         got = sums(device, f"ceiling_{type_name}_{source}", tiles)
         assert got.tobytes() == want.tobytes(), (source, tiles)
