@@ -40,8 +40,8 @@ lint: $(ENV) ## ruff and mypy
 docs: $(ENV) ## write docs/cli.md from the commands' help
 	$(PY) docs/make_cli.py
 
-test-gpu: $(ENV) ## the tests on a Hopper GPU; fails, never skips, where there is none
-	SP24_REQUIRE_GPU=1 $(PY) -m pytest tests/gpu -q
+test-gpu: $(ENV) ## the tests on a Hopper GPU, JOBS=8 at a time; fails, never skips, where there is none
+	SP24_REQUIRE_GPU=1 $(PY) -m pytest tests/gpu -q $(if $(JOBS),--numprocesses=$(JOBS) -p no:benchmark)
 
 sanitize: $(ENV) ## every kernel under compute-sanitizer, memcheck and racecheck (GPU, nvcc)
 	tests/gpu/sanitize.sh "$(PY)"

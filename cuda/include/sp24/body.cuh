@@ -125,12 +125,8 @@ __device__ __forceinline__ void consume(const GemmArgs& args, uint32_t shared, u
   // the first has acquired its bytes. A warp reaches `has_read` again only through `has_landed`, which
   // the first warp reaches only through `has_read`: neither barrier is met twice in a phase.
   const int has_read = kBarriers * warpgroup + 2, has_landed = kBarriers * warpgroup + 3;
-  // `together`: all warps wait for each other there, not only the first for the others.
-  const auto release = [&](uint32_t stage, bool together = false) {
-    if (first_warp || together)
-      ptx::named_barrier_sync(has_read, 128);
-    else
-      ptx::named_barrier_arrive(has_read, 128);
+  // (At the end of a tile, where two stages are given back in a row, all meet at the epilogue's barrier.)
+  const auto give_back = [&](uint32_t stage) {
     if (!first_warp) return;
     if (arrives_here) ptx::mbarrier_arrive(empty + stage * 8);
     if (Config::kCluster > 1 && arrives_there)
@@ -192,7 +188,11 @@ __device__ __forceinline__ void consume(const GemmArgs& args, uint32_t shared, u
     else if (c >= 0)
       finished.write(c, args, chunks);
     ptx::wgmma_wait<1>();
-    release(reading, turns);
+    if (first_warp || turns)
+      ptx::named_barrier_sync(has_read, 128);
+    else
+      ptx::named_barrier_arrive(has_read, 128);
+    give_back(reading);
     if (turns) finished.write(c, args, chunks);
     reading = ring.stage;
     ring.advance();
@@ -221,7 +221,8 @@ __device__ __forceinline__ void consume(const GemmArgs& args, uint32_t shared, u
     }
     for (; k < share.blocks; ++k) step(-1);
     ptx::wgmma_wait<0>();
-    release(reading);
+    ptx::named_barrier_sync(barrier, 128);
+    give_back(reading);
     if constexpr (Config::kSplit > 1) {
       typename Config::StoredSums sums;
       exchange(acc, sums, share.counts, schedule.more());
