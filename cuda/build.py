@@ -75,6 +75,10 @@ def main() -> None:
                     fatbins,
                 )
             )
+        # ptxas then waits after every wgmma: right, and a fraction of the speed.
+        serialized = re.findall(r"wgmma\S* instructions are serialized.*", "".join(logs))
+        if serialized:
+            sys.exit("\n".join(serialized))
         program = Path(scratch) / "manifest"
         run(nvcc, *FLAGS, ROOT / "manifest.cu", "-o", program)
         manifest = json.loads(run(program))

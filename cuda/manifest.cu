@@ -10,18 +10,23 @@ namespace {
 const char* separator = "\n";
 
 template <class Config>
-void gemm(const char* name, const char* operand, const char* out, const char* order) {
+void gemm(const char* name, const char* operand, const char* out, const char* order,
+          const char* scales) {
+  constexpr bool kPrecise = Config::kPromoted && !Config::kScaledInLoop;
   std::printf(
-      "%s{\"name\": \"%s\", \"kind\": \"gemm\", \"fatbin\": \"gemm_%s\", \"a_type\": \"%s\", "
+      "%s{\"name\": \"%s\", \"kind\": \"gemm\", \"fatbin\": \"gemm_%s%s\", \"a_type\": \"%s\", "
       "\"b_type\": \"%s\", \"out_type\": \"%s\", \"order\": \"%s\", \"accumulate\": \"f32\", "
-      "\"scales\": [\"tensor\", \"vector\"], \"layout\": \"sm90\", "
+      "\"promote_k\": %d, \"loop_scales\": \"%s\", "
+      "\"scales\": [\"tensor\", \"vector\"%s], \"layout\": \"sm90\", "
       "\"tile_m\": %d, \"tile_n\": %d, \"tile_k\": %d, \"consumers\": %d, \"cluster\": %d, "
       "\"split\": %d, \"stages\": %d, \"threads\": %d, \"smem_bytes\": %zu, \"block_bytes\": %d, "
       "\"box_rows_b\": %d, \"box_bytes_b\": %d, \"k_multiple\": 4, \"args\": \"gemm\"}",
-      separator, name, operand, operand, operand, out, order, Config::kTileM, Config::kTileN,
-      Config::kTileK, Config::kConsumers, Config::kCluster, Config::kSplit, Config::kStages,
-      Config::kThreads, sizeof(typename Config::Shared), Config::kBlockBytes, Config::kBoxRowsB,
-      sp24::kRowBytesB);
+      separator, name, operand,
+      Config::kScaledInLoop ? "_blocks" : kPrecise ? "_precise" : "", operand, operand, out, order,
+      Config::kPromoteK, scales, Config::kScaledInLoop ? ", \"block\"" : "", Config::kTileM,
+      Config::kTileN, Config::kTileK, Config::kConsumers, Config::kCluster, Config::kSplit,
+      Config::kStages, Config::kThreads, sizeof(typename Config::Shared), Config::kBlockBytes,
+      Config::kBoxRowsB, sp24::kRowBytesB);
   separator = ",\n";
 }
 
@@ -54,7 +59,16 @@ int main() {
 #define SP24_GEMM(operand, out, order, tile_n, consumers, cluster, stages, split)                \
   gemm<SP24_GEMM_CONFIG(operand, out, order, tile_n, consumers, cluster, stages, split)>(        \
       SP24_STRING(SP24_GEMM_NAME(operand, out, order, tile_n, consumers, cluster, stages, split)), \
-      #operand, #out, #order);
+      #operand, #out, #order, "none");
+#define SP24_PROMOTED(operand, out, order, tile_n, consumers, cluster, stages, accumulate)           \
+  {                                                                                                  \
+    using Config = SP24_PROMOTED_CONFIG(operand, out, order, tile_n, consumers, cluster, stages,     \
+                                        accumulate);                                                 \
+    const char* const scales[] = {"none", "block", "row"};                                           \
+    gemm<Config>(SP24_STRING(SP24_PROMOTED_NAME(operand, out, order, tile_n, consumers, cluster,     \
+                                                stages, accumulate)),                                \
+                 #operand, #out, #order, scales[static_cast<int>(Config::Accumulate::kScales)]);     \
+  }
 #define SP24_PACK(operand) pack(SP24_STRING(SP24_PACK_NAME(operand)), #operand);
 #define SP24_CEILING(operand, source)                                                         \
   ceiling<SP24_CEILING_CONFIG(operand, source)>(SP24_STRING(SP24_CEILING_NAME(operand, source)), \

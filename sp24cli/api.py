@@ -61,7 +61,7 @@ def upload(packed: PackedMatrix, device: int = 0) -> SparseWeight:
 
     Raises:
         NoGpuError: no usable Hopper GPU.
-        Sp24Error: a scale kind that no kernel applies (block), or permuted columns.
+        Sp24Error: scales that no kernel applies (small blocks), or permuted columns.
     """
     if packed.perm is not None:
         # The kernels take the columns as they lie; those of an activation would have to follow.

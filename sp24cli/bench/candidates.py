@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -17,6 +17,7 @@ from sp24cli.packed import PackedMatrix
 from sp24cli.peers.cublaslt import CublasLt
 from sp24cli.peers.cusparselt import CusparseLt, SparsePlan
 from sp24cli.peers.loading import NUMPY_TYPES, PeerError, PeerProblem
+from sp24cli.scaling import ScaleSpec
 
 if TYPE_CHECKING:
     from sp24cli.gpu.device import Buffer, Device
@@ -36,7 +37,8 @@ class Enqueue(Protocol):
 class Role:
     """Who a candidate is. ``label`` is unique within a case.
 
-    ``family`` is "sp24", "cublaslt" or "cusparselt"; ``default`` marks what its library picks
+    ``family`` is "sp24", "cublaslt", "cusparselt", or "sp24 fast" for our own kernel with fast sums
+    beside one that sums otherwise; ``default`` marks what its library picks
     when not asked to search; ``detail`` is the kernel or algorithm; ``alpha`` the factor that a
     peer was given (1 for ours, which applies the scales themselves).
     """
@@ -83,6 +85,7 @@ class Operands:
         self.weights = [SparseWeight.upload(device, packed) for _ in range(slots)]
         self.x = self.copies(x)
         self.scale_b = None if tokens.scale is None else self.hold(device.upload(tokens.scale))
+        self.scale_k = tokens.scale_k
         out_bytes = shape.m * shape.n * NUMPY_TYPES[out].itemsize
         self.outs = [self.hold(device.alloc(out_bytes)) for _ in range(slots)]
         device.synchronize()
@@ -120,17 +123,34 @@ class Operands:
 
 
 class Ours:
-    """The sp24 kernel: scales of A and of B applied, in every slot its own weight."""
+    """The sp24 kernel: scales of A and of B applied, in every slot its own weight.
 
-    def __init__(self, operands: Operands, order: str, kernel: str | None) -> None:
+    ``family`` is another than "sp24" for a kernel of ours that the first is compared with.
+    """
+
+    def __init__(
+        self,
+        operands: Operands,
+        order: str,
+        kernel: str | None,
+        accumulate: str = "fast",
+        family: str = "sp24",
+    ) -> None:
         self._operands = operands
         self._plans = [
-            weight.plan(operands.shape.n, operands.out_type, order, kernel)
+            weight.plan(
+                operands.shape.n,
+                operands.out_type,
+                order,
+                kernel,
+                accumulate=accumulate,
+                scale_b_k=operands.scale_k,
+            )
             for weight in operands.weights
         ]
         self.kernel = self._plans[0].kernel
         self.chosen_by = self._plans[0].chosen_by
-        self.role = Role("sp24", "sp24", self.kernel.name, order, sparse=True)
+        self.role = Role(family, family, self.kernel.name, order, sparse=True)
         self.slots = operands.slots
 
     def enqueue(self, slot: int) -> None:
@@ -172,6 +192,12 @@ class Peer:
 
 
 Candidate = Ours | Peer
+
+
+def without_scales(packed: PackedMatrix) -> PackedMatrix:
+    """The same codes under one scale of 1."""
+    info = replace(packed.info, scale=ScaleSpec("tensor"))
+    return replace(packed, info=info, scale=np.ones(1, np.float32))
 
 
 def tensor_alpha(packed: PackedMatrix) -> float:

@@ -90,7 +90,8 @@ def tolerance(optype: OperandType, out: str, k: int, *, normal: bool) -> Toleran
 
 @dataclass(frozen=True)
 class Reference:
-    """The product of the codes, P [M, N] float64, and the norms of the rows of A and B.
+    """The product of the codes, P [M, N] float64, and the norms of the rows of A and B; of the
+    values, where scales change along K.
 
     ``rounding`` is P's own relative error: 0, or that of a verified output that stands in for P.
     """
@@ -113,8 +114,20 @@ def dense_codes(packed: PackedMatrix, workers: int) -> Array:
     return out
 
 
+def dense_values(packed: PackedMatrix, workers: int) -> Array:
+    """The dense matrix [M, K] that ``packed`` stands for, scales applied, float64."""
+    out = np.empty(packed.shape)
+    step = -(-_ROWS // packed.row_step) * packed.row_step
+
+    def fill(part: slice) -> None:
+        out[part] = packed.rows(part).dequantize(np.float64)
+
+    rowblocks.run(fill, rowblocks.row_slices(packed.shape[0], step), workers)
+    return out
+
+
 def row_norms(codes: Array, workers: int) -> Array:
-    """‖row‖ of a matrix of codes, float64."""
+    """‖row‖ of a matrix of codes or values, float64."""
     norms = np.empty(codes.shape[0])
 
     def fill(part: slice) -> None:

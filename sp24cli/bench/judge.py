@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,19 +16,20 @@ from sp24cli.bench.check import (
     check_exact,
     compare,
     dense_codes,
+    dense_values,
     exact_problem,
     reference_on_cpu,
     row_norms,
     tolerance,
 )
 from sp24cli.bench.plan import BenchPlan, Case
-from sp24cli.bench.problem import Tokens
+from sp24cli.bench.problem import Tokens, over_columns
 from sp24cli.bits import widen
 from sp24cli.errors import VerificationError
 from sp24cli.optypes import operand_type
 from sp24cli.packed import PackedMatrix
 from sp24cli.peers.cublaslt import CublasLt
-from sp24cli.peers.loading import PeerProblem
+from sp24cli.peers.loading import PeerError, PeerProblem
 from sp24cli.verify.result import Check
 
 if TYPE_CHECKING:
@@ -80,24 +82,38 @@ class Judge:
         self._limits = tolerance(
             operand_type(case.type), case.out, case.shape.k, normal=case.normal
         )
-        product: Array | None = None
+        # Scales that change along K are part of the sum: ours is compared with the values' product,
+        # a peer, which knows no such scales, with that of the codes.
+        self._in_sum = packed.info.scale.kind == "block" or tokens.scale_k > 0
+        self._codes = self.dense, tokens.codes
+        self._values = self._codes
+        if self._in_sum:
+            b = widen(tokens.codes).astype(np.float64)
+            if tokens.scale is not None:
+                b *= over_columns(tokens.scale, b.shape[1], tokens.scale_k)
+            self._values = dense_values(packed, plan.workers), b
+        make: Callable[[Array, Array], Array] | None = None
         if cublaslt is not None:
             self.how = "float64 product by cuBLASLt"
-            product = reference_on_gpu(device, cublaslt, self.dense, tokens.codes)
+            make = partial(reference_on_gpu, device, cublaslt)
         elif case.shape.flops <= CPU_FLOPS:
             self.how = "float64 product by numpy"
-            product = reference_on_cpu(self.dense, tokens.codes)
+            make = reference_on_cpu
         else:
             self.how = "exact integers by Freivalds' test"
-        self._reference = None if product is None else self._with_norms(product, 0.0)
+        self._reference: Reference | None = None
+        self._peers_reference: Reference | None = None
+        if make is not None:
+            self._reference = self._with_norms(make(*self._values), self._values, 0.0)
+            self._peers_reference = self._reference
+            if self._in_sum and plan.peers:
+                self._peers_reference = self._with_norms(make(*self._codes), self._codes, 0.0)
 
-    def _with_norms(self, product: Array, rounding: float) -> Reference:
-        return Reference(
-            product,
-            row_norms(self.dense, self._workers),
-            row_norms(self._tokens.codes, self._workers),
-            rounding,
-        )
+    def _with_norms(
+        self, product: Array, operands: tuple[Array, Array], rounding: float
+    ) -> Reference:
+        a, b = (row_norms(operand, self._workers) for operand in operands)
+        return Reference(product, a, b, rounding)
 
     def ours(self, operands: Operands, ours: Ours) -> tuple[tuple[Check, ...], Check, Array]:
         """All checks of our kernel, the one that stands in the table, and the verified output.
@@ -109,8 +125,11 @@ class Judge:
         for slot in range(operands.slots):
             ours.enqueue(slot)
         output = operands.output(0, self._plan.order)
-        row_scale = 1.0 if self._packed.scale is None else self._packed.scale
-        column_scale = 1.0 if self._tokens.scale is None else self._tokens.scale
+        row_scale: Array | float = 1.0
+        column_scale: Array | float = 1.0
+        if not self._in_sum:
+            row_scale = 1.0 if self._packed.scale is None else self._packed.scale
+            column_scale = 1.0 if self._tokens.scale is None else self._tokens.scale
         checks: list[Check] = []
         if self._reference is not None:
             checks.append(
@@ -125,12 +144,12 @@ class Judge:
                 )
             )
         if self._reference is None or not self._case.normal:
-            checks.append(self._exact(ours))
-        if self._reference is None and checks[0].passed:
+            checks.append(self.exact(ours))
+        if self._reference is None and checks[0].passed and not self._in_sum:
             # The peers are compared with our own output, now that its kernel is proven.
             scales = np.outer(np.ravel(row_scale), np.ravel(column_scale))
             product = widen(output).astype(np.float64) / scales
-            self._reference = self._with_norms(product, self._limits.rounding)
+            self._peers_reference = self._with_norms(product, self._codes, self._limits.rounding)
         first = _bits(output)
         same = all(
             np.array_equal(first, _bits(operands.output(slot, self._plan.order)))
@@ -142,18 +161,19 @@ class Judge:
 
     def peer(self, operands: Operands, peer: Peer) -> Check:
         """One product of a peer, compared in every element."""
-        assert self._reference is not None
+        if self._peers_reference is None:
+            raise PeerError("no reference without scales to compare with")
         operands.poison()
         self._device.synchronize()
         peer.enqueue(0)
         output = operands.output(0, peer.role.order)
         alpha = peer.role.alpha
         return compare(
-            peer.role.label, output, self._reference, alpha, 1.0, self._limits, self._workers
+            peer.role.label, output, self._peers_reference, alpha, 1.0, self._limits, self._workers
         )
 
-    def _exact(self, ours: Ours) -> Check:
-        """Our kernel on integers, in the shape and on the mask of this case."""
+    def exact(self, ours: Ours) -> Check:
+        """A kernel of ours on integers, in the shape and on the mask of this case."""
         seed = self._plan.settings.seed
         exact = exact_problem(self._packed, self._case.shape.n, seed)
         operands = Operands(
@@ -208,7 +228,7 @@ def raise_if_wrong(case: Case, what: str, checks: Sequence[Check]) -> None:
 
 
 def reference_on_gpu(device: Device, library: CublasLt, dense: Array, tokens: Array) -> Array:
-    """A·Bᵀ of codes [M, K] and [N, K] in float64, [M, N], by cuBLASLt in pieces of rows of A.
+    """A·Bᵀ of codes or values [M, K] and [N, K] in float64, [M, N], by cuBLASLt.
 
     For e4m3 codes it is exact: their products and sums fit float64.
     """

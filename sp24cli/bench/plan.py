@@ -18,10 +18,11 @@ from sp24cli.bench.problem import (
 from sp24cli.bench.rates import Shape
 from sp24cli.bench.statistics import Settings
 from sp24cli.checkpoint.packedfile import PackedFile
-from sp24cli.errors import BadInputError
+from sp24cli.errors import BadInputError, Sp24Error
+from sp24cli.gpu.select import block_summation
 from sp24cli.optypes import operand_type
 from sp24cli.packed import PackedMatrix
-from sp24cli.scaling import ScaleSpec
+from sp24cli.scaling import ScaleKind, ScaleSpec
 
 if TYPE_CHECKING:
     pass
@@ -30,6 +31,11 @@ Array = npt.NDArray[Any]
 
 #: The output type of each operand type when none is asked for.
 DEFAULT_OUT = {"e4m3": "bf16", "f16": "f16", "bf16": "bf16"}
+
+#: The block of random weights with block scales, and the columns that a scale of the activations
+#: covers beside a weight with block scales.
+BLOCK = (128, 128)
+SCALE_K = 128
 
 #: Tokens at which the weights of a file are timed when nothing else is said.
 DEFAULT_TOKENS = (16, 128, 4096)
@@ -52,7 +58,7 @@ class Case:
 @dataclass(frozen=True)
 class BenchPlan:
     """What to time and how. ``kernel`` names a manifest entry, None leaves the choice to sp24;
-    ``ceiling`` measures what the chip can do beside it."""
+    ``ceiling`` measures what the chip can do beside it; ``accumulate`` is "fast" or "precise"."""
 
     cases: tuple[Case, ...]
     order: str
@@ -62,6 +68,7 @@ class BenchPlan:
     workers: int = 1
     notes: tuple[str, ...] = ()
     ceiling: bool = False
+    accumulate: str = "fast"
 
 
 def plan_shapes(
@@ -69,15 +76,19 @@ def plan_shapes(
     type_name: str,
     *,
     out: str | None = None,
-    scale: str = "tensor",
+    scale: ScaleKind = "tensor",
     activations: str | None = None,
     seed: int = 24,
     workers: int = 1,
 ) -> tuple[Case, ...]:
     """Random weights of these shapes. Cases that follow one another share a weight of the same
-    M and K. Given activations must have the K of every shape and at least its N rows."""
+    M and K. Given activations must have the K of every shape and at least its N rows. ``scale``
+    "block" is `BLOCK` for the weight and a row and `SCALE_K` columns for the activations."""
     optype = operand_type(type_name)
-    spec = ScaleSpec.parse(scale if optype.scaled else "none")
+    spec = ScaleSpec(scale, BLOCK if scale == "block" else None)
+    if not optype.scaled:
+        spec = ScaleSpec("none")
+    scale_k = SCALE_K if spec.kind == "block" else 0
     given = None if activations is None else load_activations(activations)
     if given is not None:
         for shape in shapes:
@@ -91,8 +102,8 @@ def plan_shapes(
                 last.clear()
                 last[key] = random_weight(shape.m, shape.k, optype, spec, seed, workers)
             if given is not None:
-                return last[key], quantize_tokens(given[: shape.n], optype, workers)
-            return last[key], random_tokens(shape.n, shape.k, optype, seed, workers)
+                return last[key], quantize_tokens(given[: shape.n], optype, workers, scale_k)
+            return last[key], random_tokens(shape.n, shape.k, optype, seed, workers, scale_k)
 
         return Case(
             shape,
@@ -128,10 +139,13 @@ def plan_file(
         for name, info in packed_file.packed.items():
             if given is not None and info.shape[1] != given.shape[1]:
                 continue
-            if info.scale.kind == "block":
-                notes.append(f"{name}: block scales are not timed by this version")
-                continue
-            chosen.setdefault((info.shape, info.type, info.scale.kind), []).append(name)
+            if info.scale.block is not None:
+                try:
+                    block_summation(*info.scale.block)
+                except Sp24Error as error:
+                    notes.append(f"{name}: not timed: {error}")
+                    continue
+            chosen.setdefault((info.shape, info.type, info.scale), []).append(name)
     if not chosen:
         fits = "" if given is None else f" with K = {given.shape[1]}, as the activations have,"
         raise BadInputError(f"{path}: no packed weight{fits} that the kernels take")
@@ -157,9 +171,10 @@ def _file_loader(
         with PackedFile(path) as packed_file:
             packed = packed_file.load(name)
         optype = operand_type(packed.info.type)
+        scale_k = SCALE_K if packed.info.scale.kind == "block" else 0
         if given is not None:
-            return packed, quantize_tokens(given[:n], optype, workers)
-        return packed, random_tokens(n, packed.shape[1], optype, seed, workers)
+            return packed, quantize_tokens(given[:n], optype, workers, scale_k)
+        return packed, random_tokens(n, packed.shape[1], optype, seed, workers, scale_k)
 
     return load
 

@@ -150,38 +150,53 @@ def random_weight(
 @dataclass(frozen=True)
 class Tokens:
     """Activations as a kernel reads them: ``codes`` [N, K] of the operand type and, for scaled
-    types, ``scale`` float32 [N], one multiplier a row."""
+    types, ``scale`` float32: [N], one multiplier a row, or with ``scale_k`` [N, ceil(K/scale_k)],
+    one a row and so many columns."""
 
     codes: Array
     scale: Array | None
+    scale_k: int = 0
 
     def first(self, n: int) -> Tokens:
         """The first ``n`` rows."""
-        return Tokens(self.codes[:n], None if self.scale is None else self.scale[:n])
+        scale = None if self.scale is None else self.scale[:n]
+        return Tokens(self.codes[:n], scale, self.scale_k)
 
 
-def quantize_tokens(dense: Array, optype: OperandType, workers: int) -> Tokens:
-    """Activations [N, K] in the operand type, scaled row by row where that type is scaled."""
+def quantize_tokens(dense: Array, optype: OperandType, workers: int, scale_k: int = 0) -> Tokens:
+    """Activations [N, K] in the operand type, scaled row by row where that type is scaled, or by
+    row and ``scale_k`` columns."""
     n, k = dense.shape
     codes = np.empty((n, k), optype.dtype)
-    scale = np.empty((n, 1), np.float32) if optype.scaled else None
-    spec = ScaleSpec("vector")
+    spec = ScaleSpec("block", (1, scale_k)) if scale_k else ScaleSpec("vector")
+    scale = np.empty(spec.shape(n, k), np.float32) if optype.scaled else None
 
     def fill(part: slice) -> None:
         rows = dense[part]
         if scale is not None:
             scale[part] = scales_from_amax(amax(rows, spec), optype.max_finite)
-            rows = quotient(rows, scale[part])
+            rows = quotient(rows, over_columns(scale[part], k, scale_k))
         codes[part] = convert(rows, optype)
 
     rowblocks.run(fill, rowblocks.row_slices(n, _STREAM_ROWS), workers)
-    return Tokens(codes, None if scale is None else scale.ravel())
+    if scale is None:
+        return Tokens(codes, None)
+    return Tokens(codes, scale if scale_k else scale.ravel(), scale_k)
 
 
-def random_tokens(n: int, k: int, optype: OperandType, seed: int, workers: int) -> Tokens:
-    """Normal activations [n, k], quantized by row."""
+def over_columns(scale: Array, k: int, scale_k: int) -> Array:
+    """Scales of rows and ``scale_k`` columns each (0: all), spread so that they broadcast to K
+    columns."""
+    return np.repeat(scale, scale_k, axis=1)[:, :k] if scale_k else scale.reshape(-1, 1)
+
+
+def random_tokens(
+    n: int, k: int, optype: OperandType, seed: int, workers: int, scale_k: int = 0
+) -> Tokens:
+    """Normal activations [n, k], quantized by row, or by row and ``scale_k`` columns."""
     # Another stream than a weight of the same shape and seed.
-    return quantize_tokens(random_normal(n, k, seed + 1, np.float32, workers), optype, workers)
+    dense = random_normal(n, k, seed + 1, np.float32, workers)
+    return quantize_tokens(dense, optype, workers, scale_k)
 
 
 def load_activations(where: str) -> Array:

@@ -115,7 +115,8 @@ def comma_separated(result: BenchResult) -> str:
 
 def kernel_list(kernels: Manifest) -> str:
     """The GEMM kernels of the package, one a line."""
-    head = ("kernel", "A", "B", "out", "order", "tile", "cluster", "split", "stages", "threads",
+    head = ("kernel", "A", "B", "out", "order", "sums", "tile", "cluster", "split", "stages",
+            "threads",
             "shared", "registers")  # fmt: skip
     rows = [
         (
@@ -124,6 +125,7 @@ def kernel_list(kernels: Manifest) -> str:
             e.b_type,
             e.out_type,
             e.order,
+            e.summation,
             f"{e.tile_m}x{e.tile_n}x{e.tile_k}",
             str(e.cluster),
             str(e.split),
@@ -134,7 +136,7 @@ def kernel_list(kernels: Manifest) -> str:
         )
         for e in kernels.entries
     ]
-    return "\n".join([*align([head, *rows], left=6), f"fatbins {kernels.sha256}"])
+    return "\n".join([*align([head, *rows], left=7), f"fatbins {kernels.sha256}"])
 
 
 def conditions(result: BenchResult) -> list[str]:
@@ -175,6 +177,7 @@ def summary(result: BenchResult) -> list[str]:
     """Ours against each peer over all cases: geometric mean and least, burst and sustained."""
     lines = []
     for text, family, default in (
+        ("its own fast sums", "sp24 fast", None),
         ("best cuSPARSELt", "cusparselt", None),
         ("default cuSPARSELt", "cusparselt", True),
         ("cuBLASLt dense", "cublaslt", None),
@@ -239,7 +242,8 @@ def cells(result: BenchResult, case: CaseResult, row: Row) -> tuple[str, ...]:
     """One row under `head`."""
     best = row is case.best("cusparselt", "burst") or row is case.best("cusparselt", "sustained")
     burst, sustained = row.burst, row.sustained
-    label = row.role.label if row.role.family == "sp24" else f"{row.role.label}{' *' * best}"
+    ours = row.role.family.startswith("sp24")
+    label = row.role.label if ours else f"{row.role.label}{' *' * best}"
     if row.role.family == "cusparselt" and row.role.default:
         label = f"{row.role.label} ({row.role.detail.split(' of ')[0]}){' *' * best}"
     return (

@@ -13,11 +13,21 @@ from typing import TYPE_CHECKING, Any
 import numpy.typing as npt
 
 import sp24cli
-from sp24cli.bench.candidates import Candidate, Operands, Ours, Peer, Peers, Role, tensor_alpha
+from sp24cli.bench.candidates import (
+    Candidate,
+    Operands,
+    Ours,
+    Peer,
+    Peers,
+    Role,
+    tensor_alpha,
+    without_scales,
+)
 from sp24cli.bench.ceiling import copy_bandwidth, wgmma_ceilings
 from sp24cli.bench.instrument import DeviceTimer, Instrument, Measurement, Timing
 from sp24cli.bench.judge import Judge, WeightChecks, again, raise_if_wrong
 from sp24cli.bench.plan import BenchPlan, Case
+from sp24cli.bench.problem import Tokens
 from sp24cli.bench.rates import a_bytes, b_bytes, rates
 from sp24cli.bench.result import (
     BenchResult,
@@ -154,7 +164,7 @@ def _run_case(bench: _Bench, case: Case, tell: Progress) -> CaseResult:
     with ExitStack() as stack:
         operands = Operands(device, case.shape, packed, tokens, case.out, turn.slots)
         stack.callback(operands.free)
-        ours = Ours(operands, plan.order, plan.kernel)
+        ours = Ours(operands, plan.order, plan.kernel, plan.accumulate)
         stack.callback(ours.free)
 
         tell(f"verifying {ours.kernel.name}")
@@ -165,6 +175,21 @@ def _run_case(bench: _Bench, case: Case, tell: Progress) -> CaseResult:
 
         candidates: list[Candidate] = [ours]
         row_checks = [row_check]
+        in_sum = packed.info.scale.kind == "block"
+        if in_sum or plan.accumulate != "fast":
+            # What it costs: the same codes by the fast kernel, without scales where it knows none.
+            plain = operands
+            if in_sum:
+                codes = Tokens(tokens.codes, None)
+                bare = without_scales(packed)
+                plain = Operands(device, case.shape, bare, codes, case.out, turn.slots)
+                stack.callback(plain.free)
+            fast = Ours(plain, plan.order, None, family="sp24 fast")
+            stack.callback(fast.free)
+            tell(f"verifying {fast.kernel.name}")
+            candidates.append(fast)
+            row_checks.append(judge.exact(fast))
+            raise_if_wrong(case, fast.kernel.name, row_checks[-1:])
         searched = 0
         skipped: list[tuple[str, str]] = []
         if plan.peers:

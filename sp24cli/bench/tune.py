@@ -85,12 +85,12 @@ def tune(
     for i, case in enumerate(plan.cases, 1):
         say(f"[{i}/{len(plan.cases)}] {case.shape} {case.type}")
         try:
-            times = _times(case, plan, device, instrument)
+            times, summation = _times(case, plan, device, instrument)
         except Sp24Error as error:
             failures.append(Failure(case.shape, str(error), error.exit_code))
             continue
         shape = case.shape
-        problem = Problem(case.type, case.out, plan.order, shape.m, shape.n, shape.k)
+        problem = Problem(case.type, case.out, plan.order, shape.m, shape.n, shape.k, summation)
         choice: Choice = choose(problem, device.sm_count, known)
         cases.append(TunedCase(Measured(problem, times), choice.kernel.name, choice.by))
         if finished is not None:
@@ -98,7 +98,10 @@ def tune(
     return TuneResult(device.name, manifest.load().sha256, tuple(cases), tuple(failures))
 
 
-def _times(case: Case, plan: BenchPlan, device: Device, instrument: Instrument) -> dict[str, float]:
+def _times(
+    case: Case, plan: BenchPlan, device: Device, instrument: Instrument
+) -> tuple[dict[str, float], str]:
+    """Microseconds of every kernel that applies, and how they sum."""
     packed, tokens = case.load()
     optype = operand_type(case.type)
     input_bytes = a_bytes(case.shape, optype, sparse=True) + b_bytes(case.shape, optype)
@@ -107,8 +110,9 @@ def _times(case: Case, plan: BenchPlan, device: Device, instrument: Instrument) 
         operands = Operands(device, case.shape, packed, tokens, case.out, turn.slots)
         stack.callback(operands.free)
         kernels = []
-        for entry in candidates(case.type, case.out, plan.order):
-            kernels.append(Ours(operands, plan.order, entry.name))
+        summation = operands.weights[0].summation(plan.accumulate, operands.scale_k)
+        for entry in candidates(case.type, case.out, plan.order, summation):
+            kernels.append(Ours(operands, plan.order, entry.name, plan.accumulate))
             stack.callback(kernels[-1].free)
         _agree(case, plan, device, operands, kernels)
         times: dict[str, float] = {}
@@ -116,7 +120,7 @@ def _times(case: Case, plan: BenchPlan, device: Device, instrument: Instrument) 
             for ours in kernels:
                 us = instrument.quick_us(ours, _REPEATS)
                 times[ours.kernel.name] = min(us, times.get(ours.kernel.name, us))
-    return times
+    return times, summation
 
 
 def _agree(

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from sp24cli.bench.rates import Shape
     from sp24cli.bench.result import BenchResult, Failure, Progress
     from sp24cli.gpu.device import Device
+    from sp24cli.scaling import ScaleKind
 
 #: The suites of bench/problem.py; the first is what is timed when nothing is named.
 SUITES = ("llm", "select30", "grid")
@@ -103,8 +104,17 @@ def _file_option(name: str, what: str) -> Callable[[Any], Any]:
 )
 @click.option(
     "--scale",
-    type=click.Choice(["tensor", "vector"]),
-    help="Scale of random e4m3 weights; peers know tensor only.  [default: tensor]",
+    type=click.Choice(["tensor", "vector", "block"]),
+    help="Scale of random e4m3 weights; peers know tensor only. Block is 128x128, with activations "
+    "scaled by token and 128 of K.  [default: tensor]",
+)
+@click.option(
+    "--accumulate",
+    type=click.Choice(["fast", "precise"]),
+    default="fast",
+    show_default=True,
+    help="Sums of FP8 in the tensor cores alone, or promoted to float32 every 256 of K and timed "
+    "beside the fast ones. Block scales are promoted every 128 in any case.",
 )
 @click.option(
     "--activations",
@@ -180,7 +190,8 @@ def bench(
     type_name: str | None,
     out: str | None,
     order: str,
-    scale: str | None,
+    scale: ScaleKind | None,
+    accumulate: str,
     activations: str | None,
     kernel: str | None,
     peers: bool,
@@ -249,7 +260,7 @@ def bench(
             workers=threads,
         )
     settings = Settings(rounds=rounds, noise_limit=noise_limit / 100, seed=seed)
-    plan = BenchPlan(cases, order, kernel, peers, settings, threads, notes, ceiling)
+    plan = BenchPlan(cases, order, kernel, peers, settings, threads, notes, ceiling, accumulate)
     if tune:
         failures = _tune(plan, device, targets, quiet)
     else:

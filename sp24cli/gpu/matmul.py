@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ from sp24cli.gpu.arguments import pack_struct, tensor_map
 from sp24cli.gpu.arrays import DeviceArray, View, view
 from sp24cli.gpu.device import Buffer, Device, Kernel
 from sp24cli.gpu.order import tile_order
-from sp24cli.gpu.select import Choice, candidates, chosen, cta_tiles
+from sp24cli.gpu.select import Choice, block_summation, candidates, chosen, cta_tiles
 from sp24cli.kernels import manifest
 from sp24cli.kernels.choices import Problem
 from sp24cli.optypes import BLOCK_ROWS, OperandType, operand_type
@@ -33,7 +34,8 @@ class Plan:
     """A kernel chosen for a weight and a number of tokens; `enqueue` runs it.
 
     ``chosen_by`` says in words what the choice rests on; ``raster`` is the tile order's, chosen by
-    the operands' sizes if not given.
+    the operands' sizes if not given. ``scale_b_k`` is the K that a scale of B covers, 0 for all of
+    it.
     """
 
     weight: SparseWeight
@@ -42,6 +44,7 @@ class Plan:
     n: int
     raster: int | None = None
     chosen_by: str = "name"
+    scale_b_k: int = 0
 
     def enqueue(
         self,
@@ -57,8 +60,9 @@ class Plan:
         """Multiplies B = ``x`` [n, K] (rows of ``ldx`` elements) into ``out``.
 
         ``out`` is [n, M] (order ``nm``) or [M, n] (``mn``), rows of ``ldd`` elements (tight by
-        default). ``scale_b`` is one f32, or one a row of B with ``scale_b_rows``; ``bias`` one f32
-        a row of A. ``x`` and its row pitch in bytes are multiples of 16.
+        default). ``scale_b`` is one f32, or one a row of B with ``scale_b_rows``, or [n,
+        ceil(K/scale_b_k)] f32 with the plan's ``scale_b_k``; ``bias`` one f32 a row of A. ``x``
+        and its row pitch in bytes are multiples of 16.
         """
         weight, entry, device = self.weight, self.kernel, self.weight.device
         m, k = weight.shape
@@ -88,6 +92,14 @@ class Plan:
             device.l2_bytes,
             self.raster,
         )
+        step = weight.type.step_k
+        block_m, block_k = weight.block or (1, 0)
+        a_stride = -(-k // block_k) if block_k else int(weight.scale_rows)
+        b_stride = int(scale_b_rows)
+        if self.scale_b_k:
+            b_stride = -(-k // self.scale_b_k) if scale_b is not None else 0
+        if max(-(-m // block_m) * a_stride, self.n * b_stride) >= 1 << 31:
+            raise Sp24Error(f"more than 2^31 scales at {m}x{self.n}x{k}")
         args = pack_struct(
             manifest.load().args[entry.args],
             {
@@ -101,11 +113,15 @@ class Plan:
                 "n": self.n,
                 "m_blocks": weight.blocks[0],
                 "k_blocks": weight.blocks[1],
-                "scale_a_stride": int(weight.scale_rows),
-                "scale_b_stride": int(scale_b_rows),
+                "scale_a_stride": a_stride,
+                "scale_b_stride": b_stride,
                 "vector_store": int(out_ptr % 16 == 0 and ldd * out_bytes % 16 == 0),
                 "raster": order.raster,
                 "read_once": order.read_once,
+                "scale_a_rows": block_m,
+                "scale_a_steps": _steps(block_k, k, step),
+                "scale_b_steps": _steps(self.scale_b_k, k, step),
+                "k_steps": max(1, -(-k // step)),
             },
         )
         grid = min(tiles, clusters * entry.cluster_ctas)
@@ -116,7 +132,10 @@ class Plan:
 
 
 class SparseWeight:
-    """A packed weight on the GPU, in the layout that the kernels read."""
+    """A packed weight on the GPU, in the layout that the kernels read.
+
+    ``scale`` is one f32, one a row with ``scale_rows``, or one a ``block`` (rows, columns).
+    """
 
     def __init__(
         self,
@@ -126,6 +145,7 @@ class SparseWeight:
         image: Buffer,
         scale: Buffer | None,
         scale_rows: bool,
+        block: tuple[int, int] | None = None,
     ) -> None:
         self.device = device
         self.type = optype
@@ -133,6 +153,7 @@ class SparseWeight:
         self.image = image
         self.scale = scale
         self.scale_rows = scale_rows
+        self.block = block
 
     @property
     def blocks(self) -> tuple[int, int]:
@@ -144,21 +165,34 @@ class SparseWeight:
     def upload(cls, device: Device, packed: PackedMatrix) -> SparseWeight:
         """Copies a packed matrix to the GPU; one in ``row`` layout is turned there.
 
-        `Sp24Error` for a scale kind that these kernels do not apply (block).
+        `Sp24Error` for scales that the kernels do not apply: blocks whose columns are no multiple
+        of 64.
         """
         info = packed.info
         optype = operand_type(info.type)
-        kind = info.scale.kind
-        if kind not in ("none", "tensor", "vector"):
-            raise Sp24Error(f"{kind} scales need a kernel that is not in this version")
-        scale = None if packed.scale is None else device.upload(packed.scale)
+        spec = info.scale
+        if spec.block is not None:
+            block_summation(*spec.block)
+        scale = None
+        if packed.scale is not None and packed.scale.size:
+            scale = device.upload(packed.scale)
         if packed.blocks is not None:
             image = device.upload(packed.blocks)
         else:
             assert packed.values is not None and packed.meta is not None
             image = device.alloc(_image_bytes(optype, info.shape))
             turn_to_sm90(device, optype, info.shape, packed.values, packed.meta, image)
-        return cls(device, optype, info.shape, image, scale, kind == "vector")
+        return cls(device, optype, info.shape, image, scale, spec.kind == "vector", spec.block)
+
+    def summation(self, accumulate: str, scale_b_k: int) -> str:
+        """How a product sums (`manifest.SUMMATIONS`): as ``accumulate`` says, "fast" or "precise",
+        unless scales of A or, by ``scale_b_k``, of B change along K."""
+        if accumulate not in ("fast", "precise"):
+            raise Sp24Error(f"accumulation is fast or precise, not {accumulate!r}")
+        if self.block is None and not scale_b_k:
+            return accumulate
+        rows, columns = self.block or (int(self.scale_rows), 0)
+        return block_summation(rows, math.gcd(columns, scale_b_k))
 
     def plan(
         self,
@@ -167,13 +201,21 @@ class SparseWeight:
         order: str = "nm",
         kernel: str | None = None,
         raster: int | None = None,
+        accumulate: str = "fast",
+        scale_b_k: int = 0,
     ) -> Plan:
-        """The kernel for ``n`` tokens, or the one named ``kernel``."""
+        """The kernel for ``n`` tokens, or the one named ``kernel``.
+
+        ``accumulate`` is "fast" or "precise" (see `summation`); ``scale_b_k`` the K that a scale of
+        the tokens will cover, 0 where they have one a row, one in all or none.
+        """
+        summation = self.summation(accumulate, scale_b_k)
         if kernel is None:
             m, k = self.shape
-            choice = chosen(self.device, Problem(self.type.name, out_dtype, order, m, n, k))
+            problem = Problem(self.type.name, out_dtype, order, m, n, k, summation)
+            choice = chosen(self.device, problem)
         else:
-            found = candidates(self.type.name, out_dtype, order)
+            found = candidates(self.type.name, out_dtype, order, summation, able=True)
             named = [e for e in found if e.name == kernel]
             if not named:
                 raise Sp24Error(
@@ -182,7 +224,7 @@ class SparseWeight:
                 )
             choice = Choice(named[0], "name")
         entry = choice.kernel
-        return Plan(self, entry, self.device.kernel(entry), n, raster, choice.by)
+        return Plan(self, entry, self.device.kernel(entry), n, raster, choice.by, scale_b_k)
 
 
 def matmul(
@@ -193,7 +235,9 @@ def matmul(
     out_dtype: str = "bf16",
     order: str = "nm",
     scale: Any = None,
+    scale_k: int = 128,
     bias: Any = None,
+    accumulate: str = "fast",
     kernel: str | None = None,
     stream: int = 0,
 ) -> Any:
@@ -205,8 +249,11 @@ def matmul(
             start at multiples of 16 bytes it is copied first.
         out: where D goes, [N, M] (order ``nm``) or [M, N] (``mn``), its rows contiguous, of type
             bf16, f16 or f32. Without it a `DeviceArray` of ``out_dtype`` is returned.
-        scale: f32, one for all of x or one a row of it.
+        scale: f32, one for all of x, one a row of it, or [N, ceil(K / scale_k)]: one a row and
+            ``scale_k`` columns, a multiple of 64.
         bias: f32 [M].
+        accumulate: "fast", or "precise": FP8 sums are promoted to float32 every 256 of K. Sums with
+            scales that change along K are promoted at least as often, whatever is said here.
         stream: the CUDA stream, as an integer; 0 is the default stream, torch's and CuPy's too.
 
     Raises:
@@ -238,9 +285,16 @@ def matmul(
         raise Sp24Error(
             f"out is {list(d.shape)}, order {order} needs {list(shape)}, rows contiguous"
         )
-    scales = None if scale is None else _vector(scale, "scale", (1, n), stream)
+    scales, scale_b_k = None, 0
+    if scale_k < 1:
+        raise Sp24Error(f"scale_k is {scale_k}, not a multiple of 64")
+    if scale is not None:
+        blocks = -(-k // scale_k)
+        by_block = blocks > 1 and view(scale, "scale", stream).shape == (n, blocks)
+        scale_b_k = scale_k if by_block else 0
+        scales = _vector(scale, "scale", (n * blocks,) if by_block else (1, n), stream)
     biases = None if bias is None else _vector(bias, "bias", (m,), stream)
-    plan = weight.plan(n, out_dtype, order, kernel)
+    plan = weight.plan(n, out_dtype, order, kernel, accumulate=accumulate, scale_b_k=scale_b_k)
     ptr = b.ptr
     spare = None
     if ptr % 16 or ldx * item % 16:
@@ -275,6 +329,11 @@ def _vector(array: Any, what: str, lengths: tuple[int, ...], stream: int) -> Vie
     if not found.is_tight:
         raise Sp24Error(f"{what} is not contiguous")
     return View(found.ptr, (count,), (1,), found.dtype, found.owner)
+
+
+def _steps(block_k: int, k: int, step: int) -> int:
+    """The wgmma steps along K that a scale covers; more than there are where it covers all."""
+    return block_k // step if 0 < block_k < k else 1 << 30
 
 
 def _pointer(buffer: Buffer | int | None) -> int:

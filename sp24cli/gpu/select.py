@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from sp24cli.errors import BadInputError, Sp24Error
 from sp24cli.kernels import choices
 from sp24cli.kernels.choices import Measured, Problem, Table
-from sp24cli.kernels.manifest import Entry, load
+from sp24cli.kernels.manifest import SUMMATIONS, Entry, load
 
 if TYPE_CHECKING:
     from sp24cli.gpu.device import Device
@@ -34,7 +34,7 @@ _LOG = logging.getLogger(__name__)
 
 #: SM cycles of a stage, by tile N, as far as they rank the tiles: rough values, from single timings
 #: of large shapes on an H200. What --tune measures goes before them.
-_STEP_CYCLES = {256: 640, 128: 464, 64: 384, 16: 300}
+_STEP_CYCLES = {256: 640, 192: 600, 128: 464, 64: 384, 16: 300}
 
 #: SM cycles that a tile split over K takes to put its parts together, roughly: not measured.
 _EXCHANGE_CYCLES = 2500
@@ -58,14 +58,36 @@ class Choice:
     by: str
 
 
-def candidates(a_type: str, out_type: str, order: str) -> list[Entry]:
-    """Every kernel for these types, in manifest order; `Sp24Error` if there is none."""
+def candidates(
+    a_type: str, out_type: str, order: str, summation: str = "fast", *, able: bool = False
+) -> list[Entry]:
+    """Every kernel for these types that sums so, in manifest order; `Sp24Error` if there is none.
+
+    ``able``: also those that can, but do more than is needed.
+    """
+    ways = SUMMATIONS[SUMMATIONS.index(summation) :] if able else (summation,)
     found = [
-        e for e in load().entries if (e.a_type, e.out_type, e.order) == (a_type, out_type, order)
+        e
+        for e in load().entries
+        if (e.a_type, e.out_type, e.order) == (a_type, out_type, order) and e.summation in ways
     ]
     if not found:
-        raise Sp24Error(f"no kernel multiplies {a_type} into {out_type} {order}")
+        how = "" if summation == "fast" else f", summing {summation}"
+        raise Sp24Error(f"no kernel multiplies {a_type} into {out_type} {order}{how}")
     return found
+
+
+def block_summation(rows: int, block_k: int) -> str:
+    """The summation for scales of ``rows`` rows of A that change along K at multiples of
+    ``block_k`` alone (0: nowhere); `Sp24Error` where no kernel has one."""
+    if block_k % 128 == 0:
+        return "row128" if rows % 64 else "block128"
+    if block_k % 64 == 0:
+        return "row64"
+    raise Sp24Error(
+        f"scales that change every {block_k} of K need a kernel that is not in this version: "
+        "the kernels take multiples of 64"
+    )
 
 
 def cta_tiles(entry: Entry, m: int, n: int) -> int:
@@ -88,10 +110,19 @@ def model_cycles(entry: Entry, m: int, n: int, k: int, sm_count: int) -> int:
     return rounds * (stages * _STEP_CYCLES[step] + (entry.split > 1) * _EXCHANGE_CYCLES)
 
 
-def select(a_type: str, out_type: str, order: str, m: int, n: int, k: int, sm_count: int) -> Entry:
+def select(
+    a_type: str,
+    out_type: str,
+    order: str,
+    m: int,
+    n: int,
+    k: int,
+    sm_count: int,
+    summation: str = "fast",
+) -> Entry:
     """The kernel that the cycle model finds fastest; of equals the one that reads A least often."""
     return min(
-        candidates(a_type, out_type, order),
+        candidates(a_type, out_type, order, summation),
         key=lambda entry: (
             model_cycles(entry, m, n, k, sm_count),
             cta_tiles(entry, m, n),
@@ -121,7 +152,8 @@ def choose(
 
     ``known`` are tables of this kind of GPU with their names, the first to be trusted most.
     """
-    by_name = {e.name: e for e in candidates(problem.type, problem.out, problem.order)}
+    p = problem
+    by_name = {e.name: e for e in candidates(p.type, p.out, p.order, p.summation)}
     near: list[tuple[float, int, str, Problem, dict[str, float]]] = []
     for rank, (name, table) in enumerate(known):
         for row, times in _applying(problem, table, by_name):
@@ -140,9 +172,7 @@ def choose(
 
         best = min(times, key=carried)
         return Choice(by_name[best], f"{name}, from {there.m}x{there.n}x{there.k}")
-    entry = select(
-        problem.type, problem.out, problem.order, problem.m, problem.n, problem.k, sm_count
-    )
+    entry = select(p.type, p.out, p.order, p.m, p.n, p.k, sm_count, p.summation)
     return Choice(entry, "model")
 
 
@@ -155,9 +185,9 @@ def _applying(
     def rows(fits: Callable[[Problem], bool]) -> list[Measured]:
         return [row for row in table.measured if fits(row.problem)]
 
-    kind = (problem.type, problem.out, problem.order)
-    same = rows(lambda p: (p.type, p.out, p.order) == kind)
-    for row in same or rows(lambda p: p.type == problem.type):
+    kind = (problem.type, problem.summation, problem.out, problem.order)
+    same = rows(lambda p: (p.type, p.summation, p.out, p.order) == kind)
+    for row in same or rows(lambda p: (p.type, p.summation) == kind[:2]):
         times = {_sibling(name, row.problem, problem): us for name, us in row.times.items()}
         yield row, {name: us for name, us in times.items() if name in by_name}
 

@@ -7,7 +7,8 @@ Both are JSON of one form, so that what a user's card measured can be shipped::
         {"type": "e4m3", "out": "bf16", "order": "nm", "m": 4096, "n": 16, "k": 8192,
          "kernel": NAME, "us": 12.3, "others": {NAME: 14.5}}]}}}
 
-``kernel`` is the fastest, ``others`` are the rest that apply. What a table says of a kernel holds
+``kernel`` is the fastest, ``others`` are the rest that apply; ``summation`` stands in a row whose
+sums are not the fast ones (see `Problem`). What a table says of a kernel holds
 as long as a kernel of that name exists, so a table outlives a rebuild; the cache, which costs its
 user a minute to make again, belongs to one card and one set of fatbins.
 """
@@ -33,7 +34,8 @@ SCHEMA = 1
 
 @dataclass(frozen=True)
 class Problem:
-    """What a kernel is chosen for: operand and output type, order of D, and M×N×K."""
+    """What a kernel is chosen for: operand and output type, order of D, M×N×K, and how it is to
+    sum (`manifest.SUMMATIONS`)."""
 
     type: str
     out: str
@@ -41,6 +43,7 @@ class Problem:
     m: int
     n: int
     k: int
+    summation: str = "fast"
 
 
 @dataclass(frozen=True)
@@ -78,10 +81,10 @@ def to_text(tables: Iterable[Table]) -> str:
         times = dict(sorted(measured.times.items(), key=lambda item: (item[1], item[0])))
         kernel = measured.kernel
         us = times.pop(kernel)
-        return json.dumps(
-            {**vars(measured.problem), "kernel": kernel, "us": us, "others": times},
-            allow_nan=False,
-        )
+        problem = dict(vars(measured.problem))
+        if problem["summation"] == "fast":
+            del problem["summation"]  # the usual one goes without saying
+        return json.dumps({**problem, "kernel": kernel, "us": us, "others": times}, allow_nan=False)
 
     parts = []
     for table in tables:
@@ -114,7 +117,8 @@ def _row(raw: dict[str, Any]) -> Measured:
     m, n, k = (int(raw[side]) for side in ("m", "n", "k"))
     if min(m, n, k) < 1 or not all(math.isfinite(us) and us > 0 for us in times.values()):
         raise ValueError("a size or time that is not positive")
-    return Measured(Problem(raw["type"], raw["out"], raw["order"], m, n, k), times)
+    summation = str(raw.get("summation", "fast"))
+    return Measured(Problem(raw["type"], raw["out"], raw["order"], m, n, k, summation), times)
 
 
 @cache

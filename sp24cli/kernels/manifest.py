@@ -15,6 +15,11 @@ from typing import Any
 FOLDER = Path(os.environ.get("SP24_KERNELS", Path(__file__).resolve().parent))
 
 
+#: How kernels sum: in the tensor cores alone, promoted, and promoted with scales that vary along
+#: K, each kind of which can do what the ones before it can.
+SUMMATIONS = ("fast", "precise", "block128", "row128", "row64")
+
+
 @dataclass(frozen=True)
 class ArgumentLayout:
     """A kernel's parameter struct: (name, C type, byte offset) of each field."""
@@ -32,6 +37,11 @@ class Entry:
     ``cluster`` the CTAs along M that share B, ``split`` the CTAs that each sum a part of K of one
     tile, ``box_rows_b`` x ``box_bytes_b`` the box of B that one copy brings, ``block_bytes`` one
     block of the ``sm90`` image.
+
+    ``accumulate`` is the type of the accumulators. ``promote_k`` is the K after which partial sums
+    are added to float32 registers, 0 where the tensor cores keep all of the sum; ``loop_scales``
+    are the scales that are applied then: "none", "block" (one for 64 rows of A, one a row of B) or
+    "row" (one a row of each).
     """
 
     name: str
@@ -59,11 +69,20 @@ class Entry:
     local_bytes: int
     args: str
     split: int = 1
+    promote_k: int = 0
+    loop_scales: str = "none"
 
     @property
     def cluster_ctas(self) -> int:
         """CTAs of a cluster of the launch: those that share B, of every part of K."""
         return self.cluster * self.split
+
+    @property
+    def summation(self) -> str:
+        """How the kernel sums, one of `SUMMATIONS`."""
+        if not self.promote_k:
+            return "fast"
+        return "precise" if self.loop_scales == "none" else f"{self.loop_scales}{self.promote_k}"
 
 
 @dataclass(frozen=True)

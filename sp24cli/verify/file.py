@@ -14,7 +14,7 @@ from sp24cli.checkpoint.names import DENSE_DTYPES
 from sp24cli.checkpoint.packedfile import PackedFile, is_packed
 from sp24cli.checkpoint.reader import SafetensorsFile
 from sp24cli.checkpoint.sharded import open_tensors
-from sp24cli.errors import BadInputError, NoGpuError
+from sp24cli.errors import BadInputError, NoGpuError, Sp24Error
 from sp24cli.formats.dequantized import DequantizedFile
 from sp24cli.ops.report import scale_text
 from sp24cli.ops.stream import Meter, Progress, bands, default_workers, map_bands
@@ -27,9 +27,6 @@ DeviceChoice = Literal["auto", "cpu", "cuda"]
 
 #: Bytes of a passed-through tensor that are compared at a time.
 _COMPARE_BYTES = 1 << 24
-_NO_BLOCK_KERNEL = (
-    "not run on the GPU: block scales need a kernel that is not in this version; run on the CPU"
-)
 
 
 def verify_file(
@@ -111,12 +108,16 @@ def _choose_device(choice: DeviceChoice, workers: int) -> tuple[_Numerics, str, 
         if choice == "cuda":
             raise
         return on_cpu, "cpu", str(error)
+    from sp24cli.gpu.select import block_summation
     from sp24cli.verify.gpu import verify_matrix
 
     def on_gpu(packed: PackedMatrix, seed: int) -> NumericsResult:
-        if packed.info.scale.kind == "block":
+        try:
+            block_summation(*(packed.info.scale.block or (0, 0)))
+        except Sp24Error as error:
             result = on_cpu(packed, seed)
-            return NumericsResult(result.device, result.checks, _NO_BLOCK_KERNEL)
+            note = f"not run on the GPU: {error}; run on the CPU"
+            return NumericsResult(result.device, result.checks, note)
         return verify_matrix(packed, seed)
 
     return on_gpu, name, ""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from sp24cli.bits import Array, widen
 from sp24cli.fp8 import convert
 from sp24cli.gpu.device import Device
 from sp24cli.gpu.matmul import OUT_DTYPES, SparseWeight
-from sp24cli.gpu.select import candidates
+from sp24cli.kernels.manifest import Entry, load
 from sp24cli.optypes import OperandType
 from sp24cli.packed import PackedMatrix
 from sp24cli.verify.compare import Comparison
@@ -17,6 +19,9 @@ from sp24cli.verify.tensorcore import element_bound, frobenius_bound
 
 #: Rows of the random activations: more than the widest tile, and ragged.
 TOKENS = 333
+
+#: Columns that a scale of the activations covers beside a weight with block scales.
+SCALE_K = 128
 
 #: Columns of the identity multiplied at a time.
 _IDENTITY = 1024
@@ -28,10 +33,12 @@ def verify_matrix(packed: PackedMatrix, seed: int) -> NumericsResult:
     "identity": A times the identity in float32, which must give every dequantized weight exactly,
     and so proves values, metadata and scales as the tensor core reads them. Then, kernel by kernel,
     A times random rows of the operand type, with a scale a row and a bias; every element within
-    `tensorcore.element_bound` of float64, and the whole within `tensorcore.frobenius_bound`.
+    `tensorcore.element_bound` of float64, and the whole within `tensorcore.frobenius_bound`. FP8
+    weights with one scale, or one a row, are multiplied with fast and with precise sums; to one
+    with block scales come activations with a scale a row and `SCALE_K` columns.
 
     Raises:
-        Sp24Error: the GPU fails, or the scale kind is one that the kernels do not apply.
+        Sp24Error: the GPU fails, or the scales are such that no kernel applies them.
     """
     device = Device.open()
     weight = SparseWeight.upload(device, packed)
@@ -58,8 +65,10 @@ def multiply(
     order: str,
     *,
     scale_b: Array | None = None,
+    scale_b_k: int = 0,
     bias: Array | None = None,
     kernel: str | None = None,
+    accumulate: str = "fast",
 ) -> Array:
     """D of ``x`` [N, K] (operand type) as the kernel writes it: [M, N] or, for ``nm``, [N, M].
 
@@ -67,7 +76,7 @@ def multiply(
     """
     n = x.shape[0]
     rows = padded_rows(x, weight.type)
-    plan = weight.plan(n, out, order, kernel)
+    plan = weight.plan(n, out, order, kernel, accumulate=accumulate, scale_b_k=scale_b_k)
     shape = (n, weight.shape[0]) if order == "nm" else (weight.shape[0], n)
     dtype = OUT_DTYPES[out]
     with (
@@ -107,9 +116,11 @@ def _products(device: Device, weight: SparseWeight, packed: PackedMatrix, seed: 
     optype = weight.type
     random = np.random.default_rng(seed)
     x = convert(random.standard_normal((TOKENS, k), np.float32), optype)
-    scale_b = random.uniform(0.5, 2.0, TOKENS).astype(np.float32)
+    scale_b_k = SCALE_K if weight.block is not None else 0
+    columns = max(1, -(-k // scale_b_k)) if scale_b_k else 1
+    scale_b = random.uniform(0.5, 2.0, (TOKENS, columns)).astype(np.float32)
     a = packed.dequantize(np.float64)
-    b = widen(x).astype(np.float64) * scale_b[:, None]
+    b = widen(x).astype(np.float64) * np.repeat(scale_b, scale_b_k or max(1, k), axis=1)[:, :k]
     want = a @ b.T
     norms = np.sqrt((a * a) @ (b * b).T)
     size = float(np.sqrt(np.mean(want * want))) if want.size else 0.0
@@ -119,20 +130,39 @@ def _products(device: Device, weight: SparseWeight, packed: PackedMatrix, seed: 
     for out in OUT_DTYPES:
         if out == "f16" and np.abs(want).max(initial=0) > 60000:
             continue  # this weight's products do not fit the type
-        bound = element_bound(optype, k, norms, out, want)
-        # The bias is added after the sum, so it only dilutes the relative error.
-        relative = frobenius_bound(optype, k, out)
-        for order in ("nm", "mn"):
-            for entry in candidates(optype.name, out, order):
-                d = multiply(
-                    device, weight, x, out, order, scale_b=scale_b, bias=bias, kernel=entry.name
-                )
-                comparison = Comparison(entry.name)
-                comparison.add(d.T if order == "nm" else d, want, bound)
-                check = comparison.check()
-                if check.rel_frobenius > relative:
-                    error = check.rel_frobenius
-                    name = f"{check.name} as a whole"
-                    check = Check(name, False, error, relative, error, check.first_bad)
-                checks.append(check)
+        for entry in _kernels(weight, out, scale_b_k):
+            bound = element_bound(optype, k, norms, out, want, entry.promote_k)
+            # The bias is added after the sum, so it only dilutes the relative error.
+            relative = frobenius_bound(optype, k, out, entry.promote_k)
+            d = multiply(
+                device,
+                weight,
+                x,
+                out,
+                entry.order,
+                scale_b=scale_b,
+                scale_b_k=scale_b_k,
+                bias=bias,
+                kernel=entry.name,
+            )
+            comparison = Comparison(entry.name)
+            comparison.add(d.T if entry.order == "nm" else d, want, bound)
+            check = comparison.check()
+            if out == "f32":
+                check = replace(check, summation=entry.summation)
+            if check.rel_frobenius > relative:
+                error = check.rel_frobenius
+                name = f"{check.name} as a whole"
+                check = Check(name, False, error, relative, error, check.first_bad)
+            checks.append(check)
     return checks
+
+
+def _kernels(weight: SparseWeight, out: str, scale_b_k: int) -> list[Entry]:
+    """Every kernel into ``out`` that a product of this weight may be given to."""
+    ways = {weight.summation(accumulate, scale_b_k) for accumulate in ("fast", "precise")}
+    return [
+        entry
+        for entry in load().entries
+        if (entry.a_type, entry.out_type) == (weight.type.name, out) and entry.summation in ways
+    ]

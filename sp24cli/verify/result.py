@@ -15,7 +15,9 @@ class Check:
     ``max_error`` and ``bound`` belong to the same element: the one whose error is largest in
     terms of its own bound, so ``max_error <= bound`` for every check that passes.
     ``rel_frobenius`` is the norm of the whole error over that of the whole reference.
-    ``first_bad`` is the first (row, column) out of bound in row order.
+    ``first_bad`` is the first (row, column) out of bound in row order. ``summation`` is how the
+    product was summed (`kernels.manifest.SUMMATIONS`), where its output shows that: in float32;
+    empty elsewhere.
     """
 
     name: str
@@ -24,6 +26,7 @@ class Check:
     bound: float
     rel_frobenius: float
     first_bad: tuple[int, int] | None = None
+    summation: str = ""
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,15 @@ class NumericsResult:
     @property
     def passed(self) -> bool:
         return all(check.passed for check in self.checks)
+
+    @property
+    def errors(self) -> dict[str, float]:
+        """The largest relative error of each summation, of float32 outputs."""
+        found: dict[str, float] = {}
+        for check in self.checks:
+            if check.summation:
+                found[check.summation] = max(check.rel_frobenius, found.get(check.summation, 0.0))
+        return found
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,18 @@ or index, the exact product with the identity finds.
 
 Over the whole matrix the walks average out: the error's norm is that of the cuts of the
 accumulator, at most a grid of it a step, and of √(n/3) independent uniform losses.
+
+Promoted sums are P sums of short pieces, m products and t steps each, with norms S_i, ΣS_i² = S²,
+added in float32. All partial sums of all pieces are within λ S_i when λ counts P sums an element,
+so the grid of a piece is at most g_i = 2^-F λ S_i, and:
+
+* the products' losses are one walk over all of them: λ √(m Σg_i²) = 2^-F λ² √m S;
+* the cuts of a piece's accumulator, at most t g_i, change sign with it, and the pieces' signs are
+  independent: a walk, λ t √(Σg_i²) = 2^-F λ² t S, and never more than their sum, 2^-F λ √P t S;
+* an addition rounds by 2^-24 of a sum that is at most λ S, P times in all; a scale of A, one of B
+  and the fused addition's product by as much of a piece, together 3 Σ λ S_i <= 3 λ √P S.
+
+Over the whole matrix the pieces' errors are independent, so their norms add as the pieces' do.
 """
 
 from __future__ import annotations
@@ -53,20 +65,35 @@ def _steps(optype: OperandType, k: int) -> int:
     return -(-k // (2 * _TERMS[optype.itemsize]))
 
 
-def element_bound(optype: OperandType, k: int, norms: Array, out: str, d: Array) -> Array:
+def _pieces(k: int, promote_k: int) -> tuple[int, int]:
+    """How many pieces a sum has, and the K of one; 0 for ``promote_k`` keeps it whole."""
+    return (max(1, -(-k // promote_k)), min(k, promote_k)) if promote_k else (1, k)
+
+
+def element_bound(
+    optype: OperandType, k: int, norms: Array, out: str, d: Array, promote_k: int = 0
+) -> Array:
     """The largest error of each element: ``norms`` is S, ``d`` the exact result, both [M, N].
 
-    Scales and bias included: ``norms`` is taken of the scaled products.
+    Scales and bias included: ``norms`` is taken of the scaled products. ``promote_k`` is the K of a
+    piece where sums are promoted, 0 where they are not.
     """
-    count = max(1, d.size)
+    pieces, piece_k = _pieces(k, promote_k)
+    count = max(1, d.size) * pieces
     walk = math.sqrt(2 * math.log(8 * count / _FAILURE))
     grid = 2.0 ** -_GRID_BITS[optype.itemsize] * walk * norms
-    error = grid * (walk * math.sqrt(k / 2) + _steps(optype, k))
+    cuts = min(walk, math.sqrt(pieces)) * _steps(optype, piece_k)
+    error = grid * (walk * math.sqrt(piece_k / 2) + cuts)
+    if promote_k:
+        error = error + 2.0**-24 * walk * (pieces + 3 * math.sqrt(pieces)) * norms
     rounding = OUT_UNIT[out] + _EPILOGUE
     return error + rounding * (abs(d) + error) + OUT_TINY[out]
 
 
-def frobenius_bound(optype: OperandType, k: int, out: str) -> float:
+def frobenius_bound(optype: OperandType, k: int, out: str, promote_k: int = 0) -> float:
     """The largest norm of the error over that of a product with random activations."""
+    pieces, piece_k = _pieces(k, promote_k)
     grid = 2.0 ** -_GRID_BITS[optype.itemsize]
-    return grid * (_steps(optype, k) + math.sqrt(k / 6)) + OUT_UNIT[out] + _EPILOGUE
+    additions = 2.0**-24 * (pieces + 3) if promote_k else 0.0
+    sums = grid * (_steps(optype, piece_k) + math.sqrt(piece_k / 6)) + additions
+    return sums + OUT_UNIT[out] + _EPILOGUE

@@ -124,8 +124,12 @@ class Weight:
     def upload(cls, device, packed):
         return cls(device, packed)
 
-    def plan(self, n, out_dtype="bf16", order="nm", kernel=None):
-        return KernelPlan(self, n, out_dtype, order, kernel or "kernel_of_choice")
+    def plan(self, n, out_dtype="bf16", order="nm", kernel=None, accumulate="fast", scale_b_k=0):
+        choice = "kernel_of_choice" if accumulate == "fast" else f"kernel_of_choice_{accumulate}"
+        return KernelPlan(self, n, out_dtype, order, kernel or choice, scale_b_k=scale_b_k)
+
+    def summation(self, accumulate, scale_b_k):
+        return accumulate
 
 
 @dataclass
@@ -136,6 +140,7 @@ class KernelPlan:
     order: str
     name: str
     chosen_by: str = "model"
+    scale_b_k: int = 0
 
     @property
     def kernel(self):
@@ -147,8 +152,13 @@ class KernelPlan:
 
         def multiply():
             tokens = device.array(x.ptr, packed.info.optype.dtype, (self.n, ldx))[:, :k]
-            product = packed.dequantize(np.float64) @ tokens.astype(np.float64).T
-            if scale_b is not None:
+            tokens = tokens.astype(np.float64)
+            if self.scale_b_k:
+                shape = self.n, -(-k // self.scale_b_k)
+                scale = device.array(scale_b.ptr, np.float32, shape)
+                tokens *= np.repeat(scale, self.scale_b_k, axis=1)[:, :k]
+            product = packed.dequantize(np.float64) @ tokens.T
+            if scale_b is not None and not self.scale_b_k:
                 product *= device.array(scale_b.ptr, np.float32, (self.n,))
                 assert scale_b_rows
             product = Weight.fault(product.astype(NUMPY_TYPES[self.out]), self.n)

@@ -88,6 +88,19 @@ def test_tokens_are_quantized_by_row():
     assert np.all(np.abs(tokens.codes.astype(np.float32)).max(axis=1) == 448)
 
 
+def test_activations_are_scaled_by_row_and_block():
+    dense = np.random.default_rng(3).standard_normal((70, 300)).astype(np.float32)
+    dense[:, 128:256] *= 1000
+    tokens = quantize_tokens(dense, E4M3, workers=2, scale_k=128)
+    assert tokens.scale.shape == (70, 3) and tokens.scale_k == 128
+    for block in range(3):
+        columns = slice(128 * block, 128 * block + 128)
+        alone = quantize_tokens(np.ascontiguousarray(dense[:, columns]), E4M3, workers=1)
+        assert np.array_equal(tokens.codes[:, columns].view(np.uint8), alone.codes.view(np.uint8))
+        assert np.array_equal(tokens.scale[:, block], alone.scale)
+    assert tokens.first(4).scale.shape == (4, 3) and tokens.first(4).scale_k == 128
+
+
 def test_first_tokens_keep_their_scales():
     tokens = random_tokens(10, 32, E4M3, seed=1, workers=1)
     few = tokens.first(3)

@@ -203,6 +203,52 @@ def test_cases_share_a_weight(device, monkeypatch):
     assert drawn == [(128, 256), (64, 256)]
 
 
+class TestSummation:
+    def test_precise_sums_are_timed_beside_the_fast_ones(self, device, monkeypatch):
+        monkeypatch.setattr(Weight, "us", {"kernel_of_choice": 8.0})
+        cases = plan.plan_shapes((SMALL,), "e4m3", workers=2)
+        asked = plan.BenchPlan(cases, "nm", None, False, SETTINGS, 2, accumulate="precise")
+        result = bench.run(asked, device)
+        (case,) = result.cases
+        assert [(row.role.label, row.role.detail) for row in case.rows] == [
+            ("sp24", "kernel_of_choice_precise"), ("sp24 fast", "kernel_of_choice"),
+        ]  # fmt: skip
+        assert [row.check.name for row in case.rows] == ["all elements", "exact integers"]
+        assert case.speedup("sp24 fast", "burst") == pytest.approx(0.8)
+        assert "sp24 against its own fast sums: burst x0.80" in report.table(result)
+
+    def test_block_scales_are_judged_by_their_values_and_peers_by_codes(self, device, monkeypatch):
+        libraries(monkeypatch, dense=20.0)
+        (case,) = run(device, (Shape(256, 16, 512),), scale="block").cases
+        assert [row.role.family for row in case.rows] == ["sp24", "sp24 fast", "cublaslt"]
+        assert all(row.check.passed for row in case.rows)
+
+    @pytest.mark.parametrize("of", ["a", "b"])
+    def test_a_scale_of_the_next_block_is_found(self, device, monkeypatch, of):
+        from dataclasses import replace
+
+        cases = plan.plan_shapes((Shape(256, 16, 512),), "e4m3", scale="block", workers=2)
+        packed, tokens = cases[0].load()
+        uploaded = Weight.upload
+
+        def moved(device, packed):
+            scale = np.roll(packed.scale, 1, axis=packed.scale.ndim - 1)
+            return uploaded(device, replace(packed, scale=scale) if of == "a" else packed)
+
+        assert packed.scale.shape == (2, 4) and tokens.scale.shape == (16, 4)
+        monkeypatch.setattr(Weight, "upload", moved)
+        if of == "b":
+            enqueue = KernelPlan.enqueue
+
+            def shifted(self, x, ldx, out, scale_b=None, scale_b_rows=False):
+                self.scale_b_k = 256 if self.scale_b_k else 0
+                enqueue(self, x, ldx, out, scale_b, scale_b_rows)
+
+            monkeypatch.setattr(KernelPlan, "enqueue", shifted)
+        result = bench.run(plan.BenchPlan(cases, "nm", None, False, SETTINGS, 2), device)
+        assert "all elements" in only_failure(result).message
+
+
 class TestFiles:
     @pytest.fixture
     def packed_file(self, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -98,6 +99,10 @@ class TestChoose:
         known = table((HERE, {WIDE: 300.0, SMALL: 290.0}), (at(out="f32", m=64), {WIDE: 1.0}))
         assert chosen(at(out="f32"), ("table", known))[1] == "model"
 
+    def test_times_of_other_sums_do_not_count(self):
+        known = table((replace(HERE, summation="precise"), {WIDE: 300.0, SMALL: 290.0}))
+        assert chosen(HERE, ("table", known)) == (WIDE, "model")
+
     def test_kernels_that_are_no_more_do_not_count(self):
         known = table((HERE, {"gemm_of_old": 1.0, WIDE: 300.0, SMALL: 310.0}))
         assert chosen(HERE, ("table", known)) == (WIDE, "table")
@@ -110,7 +115,11 @@ class TestChoose:
 
 
 class TestFile:
-    ROWS = table((HERE, {WIDE: 300.5, SMALL: 290.25}), (at(n=16), {SMALL: 7.0}))
+    ROWS = table(
+        (HERE, {WIDE: 300.5, SMALL: 290.25}),
+        (at(n=16), {SMALL: 7.0}),
+        (replace(HERE, summation="precise"), {"gemm_precise": 350.0}),
+    )
 
     def test_text_and_back(self):
         other = Table("NVIDIA H100", "cd", ())
@@ -120,6 +129,7 @@ class TestFile:
             "type": "e4m3", "out": "bf16", "order": "nm", "m": 4096, "n": 8192, "k": 8192,
             "kernel": SMALL, "us": 290.25, "others": {WIDE: 300.5},
         }  # fmt: skip
+        assert json.loads(text)["gpus"]["NVIDIA H200"]["measured"][2]["summation"] == "precise"
 
     @pytest.mark.parametrize(
         "text",
@@ -140,7 +150,7 @@ class TestFile:
 
     def test_newer_rows_replace_those_of_the_same_problem(self):
         merged = self.ROWS.merged([Measured(HERE, {WIDE: 1.0}), Measured(at(n=8), {SMALL: 2.0})])
-        assert [row.problem.n for row in merged.measured] == [8192, 16, 8]
+        assert [row.problem.n for row in merged.measured] == [8192, 16, 8192, 8]
         assert merged.measured[0].kernel == WIDE
 
 

@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 
 from sp24cli.errors import Sp24Error
-from sp24cli.gpu.select import candidates, cta_tiles, model_cycles, select
+from sp24cli.gpu.select import block_summation, candidates, cta_tiles, model_cycles, select
 from sp24cli.kernels import manifest
 from sp24cli.optypes import OPERAND_TYPES
 
@@ -61,6 +61,39 @@ def test_every_type_output_and_order_has_kernels_of_every_width() -> None:
                     assert e.local_bytes == 0
     with pytest.raises(Sp24Error, match="no kernel multiplies e4m3 into s8 nm"):
         candidates("e4m3", "s8", "nm")
+
+
+@pytest.mark.parametrize(
+    ("summation", "promote_k", "widths"),
+    [
+        ("precise", {256, 512}, {16, 64, 128, 192}),
+        ("block128", {128}, {16, 64, 128, 192}),
+        ("row128", {128}, {16, 128}),
+        ("row64", {64}, {16, 128}),
+    ],
+)
+def test_e4m3_is_summed_in_every_way(summation: str, promote_k: set[int], widths: set[int]) -> None:
+    for out in ("bf16", "f16", "f32"):
+        for order in ("nm", "mn"):
+            found = candidates("e4m3", out, order, summation)
+            assert {e.tile_n for e in found} == widths
+            assert {e.promote_k for e in found} <= promote_k
+            assert all(e.local_bytes == 0 for e in found)
+            able = candidates("e4m3", out, order, summation, able=True)
+            assert set(found) <= set(able)
+    with pytest.raises(
+        Sp24Error, match=f"no kernel multiplies f16 into f32 mn, summing {summation}"
+    ):
+        candidates("f16", "f32", "mn", summation)
+
+
+def test_scales_along_k_decide_the_summation() -> None:
+    assert block_summation(128, 128) == block_summation(64, 256) == "block128"
+    assert block_summation(0, 128) == "block128"  # one scale of A in all
+    assert block_summation(1, 128) == block_summation(48, 384) == "row128"
+    assert block_summation(128, 64) == block_summation(1, 192) == "row64"
+    with pytest.raises(Sp24Error, match="scales that change every 32 of K need a kernel"):
+        block_summation(128, 32)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ def run(
     problem: problems.Problem,
     scale_b: problems.Array | None = None,
     bias: problems.Array | None = None,
+    scale_b_k: int = 0,
 ) -> problems.Array:
     """D as [M, N]; run twice, which must give the same bits."""
     weight = SparseWeight.upload(device, problem.packed)
@@ -35,6 +36,7 @@ def run(
             entry.out_type,
             entry.order,
             scale_b=scale_b,
+            scale_b_k=scale_b_k,
             bias=bias,
             kernel=entry.name,
         )
@@ -50,10 +52,12 @@ def assert_close(
 ) -> None:
     optype = operand_type(entry.a_type)
     comparison = Comparison(entry.name)
-    comparison.add(d, want, element_bound(optype, k, norms, entry.out_type, want))
+    bound = element_bound(optype, k, norms, entry.out_type, want, entry.promote_k)
+    comparison.add(d, want, bound)
     check = comparison.check()
     assert check.passed, check
-    assert check.rel_frobenius <= frobenius_bound(optype, k, entry.out_type), check
+    allowed = frobenius_bound(optype, k, entry.out_type, entry.promote_k)
+    assert check.rel_frobenius <= allowed, check
 
 
 @EVERY_KERNEL

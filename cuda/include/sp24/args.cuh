@@ -16,11 +16,15 @@ namespace sp24 {
   X(int32_t, n)               /* rows of B */                                                 \
   X(int32_t, m_blocks)        /* blocks of 64 rows of A */                                    \
   X(int32_t, k_blocks)        /* blocks along K */                                            \
-  X(int32_t, scale_a_stride)  /* 0: one scale for all rows; 1: one a row */                   \
+  X(int32_t, scale_a_stride)  /* 0: one scale for all rows; 1: one a row; else of the loop */ \
   X(int32_t, scale_b_stride)  /* the same for B */                                            \
   X(int32_t, vector_store)    /* D and ldd allow 16-byte stores */                            \
   X(int32_t, raster)          /* cluster rows a group of the tile order */                    \
-  X(int32_t, read_once)       /* bit 0: A is read only once, bit 1: B; first to leave L2 */
+  X(int32_t, read_once)       /* bit 0: A is read only once, bit 1: B; first to leave L2 */   \
+  X(int32_t, scale_a_rows)    /* rows of A that share scales, where the loop applies them */  \
+  X(int32_t, scale_a_steps)   /* wgmma steps along K that share a scale of A, the same */     \
+  X(int32_t, scale_b_steps)   /* the same for B */                                            \
+  X(int32_t, k_steps)         /* wgmma steps that K reaches into, at least 1 */
 
 struct GemmArgs {
 #define X(type, name) type name;

@@ -9,25 +9,15 @@
 #include "sp24/config.cuh"
 #include "sp24/epilogue.cuh"
 #include "sp24/exchange.cuh"
+#include "sp24/promote.cuh"
 #include "sp24/ptx/copy.cuh"
 #include "sp24/ptx/mbarrier.cuh"
 #include "sp24/ptx/warp.cuh"
 #include "sp24/ptx/wgmma_sp.cuh"
+#include "sp24/ring.cuh"
 #include "sp24/schedule.cuh"
 
 namespace sp24 {
-
-// Position in the ring: which stage, and the parity of its current round.
-template <int kStages>
-struct Ring {
-  uint32_t stage = 0, parity = 0;
-  __device__ __forceinline__ void advance() {
-    if (++stage == kStages) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-};
 
 // Boxes of B that a CTA prefetches at most.
 constexpr int kPrefetchBoxes = 2;
@@ -109,61 +99,18 @@ __device__ __forceinline__ void consume(const GemmArgs& args, uint32_t shared, u
   using Shared = typename Config::Shared;
   using Operand = typename Config::Operand;
   using Mma = ptx::WgmmaSp<Operand, Config::kTileN>;
-  constexpr int kStages = Config::kStages;
-  const int lane = threadIdx.x % 32;
-
-  // The first warp waits for stages and gives them back for all four, for the wgmmas fill the port of
-  // shared memory and each access beside them lengthens the loop. Its lane c arrives at the
-  // barrier of the CTA at place c along M: see `produce` for the two kinds of arrival.
-  const bool first_warp = __shfl_sync(0xffffffffu, threadIdx.x % 128 / 32, 0) == 0;
-  const uint32_t empty = shared + offsetof(Shared, empty);
-  const bool arrives_there = lane < Config::kCluster && lane != m_rank;
-  const bool arrives_here = lane == m_rank;
-  const uint32_t there =
-      ptx::map_to_cta(empty, part * Config::kCluster + (arrives_there ? lane : m_rank));
-  // Order. `has_read` gathers the warps behind their reads of a stage, `has_landed` sends them on once
-  // the first has acquired its bytes. A warp reaches `has_read` again only through `has_landed`, which
-  // the first warp reaches only through `has_read`: neither barrier is met twice in a phase.
-  const int has_read = kBarriers * warpgroup + 2, has_landed = kBarriers * warpgroup + 3;
-  // (At the end of a tile, where two stages are given back in a row, all meet at the epilogue's barrier.)
-  const auto give_back = [&](uint32_t stage) {
-    if (!first_warp) return;
-    if (arrives_here) ptx::mbarrier_arrive(empty + stage * 8);
-    if (Config::kCluster > 1 && arrives_there)
-      ptx::mbarrier_arrive_relaxed_cluster(there + stage * 8);
-  };
-  const auto wait_landed = [&](uint32_t stage, uint32_t parity) {
-    if (first_warp) {
-      ptx::mbarrier_wait(shared + offsetof(Shared, full) + stage * 8, parity);
-      ptx::named_barrier_arrive(has_landed, 128);
-    } else {
-      ptx::named_barrier_sync(has_landed, 128);
-    }
-  };
-
-  const uint32_t a0 = shared + offsetof(Shared, a) + warpgroup * Config::kBlockBytes;
-  const uint32_t b0 = shared + offsetof(Shared, b);
-  const uint32_t meta0 =
-      a0 + kBlockValueBytes + (threadIdx.x % 128) * sizeof(typename Operand::Meta);
-  const uint64_t desc_a0 = ptx::descriptor<2, 512>(a0), desc_b0 = ptx::descriptor<1, 1024>(b0);
-  constexpr uint32_t kStageA = Config::kConsumers * Config::kBlockBytes;
-  constexpr uint32_t kStageB = Config::kTileN * kRowBytesB;
-
+  const StageReader<Config> stages(shared, m_rank, part, warpgroup);
   float acc[Config::kTileN / 2];
-  Ring<kStages> ring;
+  Ring<Config::kStages> ring;
   Schedule<Config> schedule(args);
   const KShare<Config> share(args, part);
 
-  // Waits for the stage and starts its two steps. Step 1 lies 32 bytes further in a row of A and 64
-  // bytes further in a row of B: inside the swizzle span, where the hardware swizzles the sum.
+  // Waits for the stage and starts its two steps.
   // The tensor core reads the metadata registers while the wgmmas run, which ptxas does not know: that
   // they are not written before the wait is proven on the machine code, by check.py.
   const auto multiply = [&](uint32_t accumulate) {
-    wait_landed(ring.stage, ring.parity);
-    const typename Operand::Meta meta = ptx::load_shared<typename Operand::Meta>(
-        meta0 + ring.stage * kStageA);
-    const uint64_t desc_a = desc_a0 + ring.stage * (kStageA >> 4);
-    const uint64_t desc_b = desc_b0 + ring.stage * (kStageB >> 4);
+    const typename Operand::Meta meta = stages.await(ring, accumulate == 0);
+    const uint64_t desc_a = stages.desc_a(ring.stage), desc_b = stages.desc_b(ring.stage);
     ptx::wgmma_fence();
     Mma::template issue<0>(acc, desc_a, desc_b, Operand::meta_word(meta, 0), accumulate);
     Mma::template issue<Operand::kSelector1>(acc, desc_a + (32 >> 4), desc_b + (64 >> 4),
@@ -188,11 +135,7 @@ __device__ __forceinline__ void consume(const GemmArgs& args, uint32_t shared, u
     else if (c >= 0)
       finished.write(c, args, chunks);
     ptx::wgmma_wait<1>();
-    if (first_warp || turns)
-      ptx::named_barrier_sync(has_read, 128);
-    else
-      ptx::named_barrier_arrive(has_read, 128);
-    give_back(reading);
+    stages.release(reading, turns);
     if (turns) finished.write(c, args, chunks);
     reading = ring.stage;
     ring.advance();
@@ -221,8 +164,7 @@ __device__ __forceinline__ void consume(const GemmArgs& args, uint32_t shared, u
     }
     for (; k < share.blocks; ++k) step(-1);
     ptx::wgmma_wait<0>();
-    ptx::named_barrier_sync(barrier, 128);
-    give_back(reading);
+    stages.release_last(reading);
     if constexpr (Config::kSplit > 1) {
       typename Config::StoredSums sums;
       exchange(acc, sums, share.counts, schedule.more());
@@ -234,6 +176,29 @@ __device__ __forceinline__ void consume(const GemmArgs& args, uint32_t shared, u
     }
   }
   if constexpr (Config::kDeferred) finished.store(args, chunks, barrier);
+}
+
+// The same where the sums are promoted; K is not split.
+template <class Config>
+__device__ __forceinline__ void consume_promoted(const GemmArgs& args, uint32_t shared,
+                                                 uint32_t m_rank, int warpgroup) {
+  static_assert(Config::kSplit == 1, "promoted sums of parts of K are not exchanged");
+  using Shared = typename Config::Shared;
+  const StageReader<Config> stages(shared, m_rank, 0, warpgroup);
+  Ring<Config::kStages> ring;
+  Schedule<Config> schedule(args);
+  PromotedSum<Config> promoted(shared, warpgroup);
+  TileScales<Config> scales(shared, warpgroup);
+  const uint32_t chunks =
+      shared + offsetof(Shared, chunks) + warpgroup * sizeof(Shared::chunks) / Config::kConsumers;
+  const int barrier = kBarriers * warpgroup + 1;
+  ptx::wait_for_prerequisites();  // scales are read and D is written from here on
+  for (int m0, n0; schedule.next(m_rank, m0, n0);) {
+    m0 += warpgroup * kBlockRows;
+    scales.fetch(args, m0, n0);
+    promoted.run(args.k_blocks, stages, ring);
+    store_tile<Config>(promoted.sum, args, scales, chunks, barrier, m0, n0);
+  }
 }
 
 template <class Config>
@@ -249,7 +214,7 @@ __device__ __forceinline__ void gemm(const CUtensorMap& map_b, const GemmArgs& a
 
   if (warp == 0 && ptx::elect_one()) {
     for (int s = 0; s < Config::kStages; ++s) {
-      ptx::mbarrier_init(shared + offsetof(Shared, full) + s * 8, 1);
+      ptx::mbarrier_init(shared + offsetof(Shared, full) + s * 8, Config::kFills);
       ptx::mbarrier_init(shared + offsetof(Shared, empty) + s * 8, Config::kReleases);
     }
     if constexpr (Config::kSplit > 1)
@@ -270,10 +235,17 @@ __device__ __forceinline__ void gemm(const CUtensorMap& map_b, const GemmArgs& a
     ptx::set_registers_down<Config::kProducerRegisters>();
     if (warp == 4 * Config::kConsumers && ptx::elect_one())
       produce<Config>(&map_b, args, shared, m_rank, part);
+    if constexpr (Config::kScaledInLoop) {
+      if (warp == 4 * Config::kConsumers + 1) load_scales<Config, true>(args, shared, m_rank);
+      if (warp == 4 * Config::kConsumers + 2) load_scales<Config, false>(args, shared, m_rank);
+    }
     __syncwarp();
   } else {
     ptx::set_registers_up<Config::kConsumerRegisters>();
-    consume<Config>(args, shared, m_rank, part, warp / 4);
+    if constexpr (Config::kPromoted)
+      consume_promoted<Config>(args, shared, m_rank, warp / 4);
+    else
+      consume<Config>(args, shared, m_rank, part, warp / 4);
   }
   // A CTA's shared memory must outlive the copies and arrivals that its cluster sends to it.
   ptx::cluster_sync();

@@ -2,6 +2,7 @@
 #pragma once
 #include <cstdint>
 
+#include "sp24/accumulate.cuh"
 #include "sp24/operand.cuh"
 
 namespace sp24 {
@@ -37,7 +38,7 @@ template <int kConsumers, int kVectors>
 struct ExchangeShared<kConsumers, 1, kVectors> {};
 
 template <class Operand_, class Out_, Order kOrder_, int kTileN_, int kConsumers_, int kCluster_,
-          int kStages_, int kSplit_>
+          int kStages_, int kSplit_, class Accumulate_ = fast>
 struct GemmConfig {
   using Operand = Operand_;
   using Out = Out_;
@@ -48,6 +49,7 @@ struct GemmConfig {
   static constexpr int kStages = kStages_;
   static constexpr int kSplit = kSplit_;          // parts of K, a CTA each
   static constexpr int kClusterCtas = kCluster * kSplit;
+  using Accumulate = Accumulate_;
 
   static constexpr int kTileM = kConsumers * kBlockRows;
   static constexpr int kTileK = kRowBytesB / Operand::kItemBytes;  // logical K of a stage
@@ -57,7 +59,8 @@ struct GemmConfig {
   static constexpr int kBlockBytes = kBlockValueBytes + Operand::kMetaBytes;
   // Whether a finished tile is stored while the next is multiplied: its rounded half fits beside
   // the accumulators.
-  static constexpr bool kDeferred = sizeof(typename Out::Item) == 2 && kTileN >= 128 && kSplit == 1;
+  static constexpr bool kDeferred = sizeof(typename Out::Item) == 2 && kTileN >= 128 &&
+                                    kSplit == 1 && Accumulate::kSteps == 0;
   static constexpr int kStoredN = kTileN / kSplit;  // columns of a tile that one part sums and stores
   using StoredSums = float[kStoredN / 2];
   // Arrivals that free a stage: of the consumers of this CTA and of the others that B is shared with.
@@ -67,6 +70,18 @@ struct GemmConfig {
   // Whether chunks of D are turned through shared memory: see Store16.
   static constexpr bool kTurned = kOrder == Order::nm && sizeof(typename Out::Item) == 2;
   static constexpr int kBoxRowsB = kTileN / kCluster;  // rows of B that one CTA fetches
+
+  // Promoted sums (promote.cuh): units of a stage, and the slot of scales that each has.
+  static constexpr bool kPromoted = Accumulate::kSteps != 0;
+  static constexpr bool kScaledInLoop = Accumulate::kScales != LoopScales::none;
+  static constexpr int kUnits = Accumulate::kSteps == 1 ? 2 : 1;
+  static constexpr int kSlotScales =
+      kTileN + (Accumulate::kScales == LoopScales::block ? kConsumers : kTileM);
+  static constexpr int kScaleSlotBytes = kSlotScales * 4;
+  // Arrivals that fill a stage: the producer's, and of the two warps that bring scales each lane's.
+  static constexpr int kFills = 1 + (kScaledInLoop ? 2 * 32 : 0);
+  // Logical K of a piece of the sum; 0 where the tensor cores keep all of it.
+  static constexpr int kPromoteK = Accumulate::kSteps * kTileK / 2;
 
   static_assert(kConsumers == 2, "232 registers a consumer thread and 40 a producer's fill the SM");
   static_assert(kTileN % 8 == 0 && kTileN <= 256, "what wgmma multiplies");
@@ -83,6 +98,7 @@ struct GemmConfig {
     float scales[kConsumers][2][kStoredN + 2 * kBlockRows];  // see TileScales
     uint64_t full[kStages];
     uint64_t empty[kStages];
+    alignas(8) float loop_scales[kStages][kUnits][kScaledInLoop ? kSlotScales : 2];
     ExchangeShared<kConsumers, kSplit, kStoredN / 8> exchange;
   };
   static constexpr uint32_t kStageBytes = sizeof(Shared::b) / kStages + sizeof(Shared::a) / kStages;

@@ -16,19 +16,29 @@
 #define SP24_GEMM_NAME(operand, out, order, tile_n, consumers, cluster, stages, split)            \
   SP24_JOIN(gemm_##operand##_##out##_##order##_n##tile_n##_w##consumers##_c##cluster##_s##stages, \
             SP24_SPLIT_NAME_##split)
+#define SP24_PROMOTED_CONFIG(operand, out, order, tile_n, consumers, cluster, stages, accumulate) \
+  sp24::GemmConfig<sp24::operand, sp24::out_##out, sp24::Order::order, tile_n, consumers, cluster, \
+                   stages, 1, sp24::accumulate>
+#define SP24_PROMOTED_NAME(operand, out, order, tile_n, consumers, cluster, stages, accumulate) \
+  gemm_##operand##_##out##_##order##_n##tile_n##_w##consumers##_c##cluster##_s##stages##_##accumulate
 #define SP24_PACK_NAME(operand) pack_##operand
 
 #define SP24_FAMILY_e4m3 1
 #define SP24_FAMILY_f16 2
 #define SP24_FAMILY_bf16 3
+#define SP24_FAMILY_e4m3_precise 101
+#define SP24_FAMILY_e4m3_blocks 102
 
-#define SP24_DEFINE_GEMM(...)                                                                    \
-  extern "C" __global__ void __cluster_dims__(SP24_GEMM_CONFIG(__VA_ARGS__)::kClusterCtas, 1, 1) \
-      __launch_bounds__(SP24_GEMM_CONFIG(__VA_ARGS__)::kThreads, 1)                              \
-          SP24_GEMM_NAME(__VA_ARGS__)(const __grid_constant__ CUtensorMap map_b,                 \
-                                      const __grid_constant__ sp24::GemmArgs args) {             \
-    sp24::gemm<SP24_GEMM_CONFIG(__VA_ARGS__)>(map_b, args);                                      \
+#define SP24_DEFINE(NAME, ...)                                                                 \
+  extern "C" __global__ void __cluster_dims__(__VA_ARGS__::kClusterCtas, 1, 1)                   \
+      __launch_bounds__(__VA_ARGS__::kThreads, 1) NAME(                                          \
+          const __grid_constant__ CUtensorMap map_b, const __grid_constant__ sp24::GemmArgs args) { \
+    sp24::gemm<__VA_ARGS__>(map_b, args);                                                        \
   }
+#define SP24_DEFINE_GEMM(...) \
+  SP24_DEFINE(SP24_GEMM_NAME(__VA_ARGS__), SP24_GEMM_CONFIG(__VA_ARGS__))
+#define SP24_DEFINE_PROMOTED(...) \
+  SP24_DEFINE(SP24_PROMOTED_NAME(__VA_ARGS__), SP24_PROMOTED_CONFIG(__VA_ARGS__))
 #define SP24_DEFINE_PACK(operand)                                                               \
   extern "C" __global__ void __launch_bounds__(128)                                             \
       SP24_PACK_NAME(operand)(const __grid_constant__ sp24::PackArgs args) {                    \

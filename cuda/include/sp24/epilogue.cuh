@@ -74,10 +74,13 @@ struct TileScales {
     slot = slot ? 0 : kSlotBytes;
     const int t = threadIdx.x % 128;
     const uint32_t to = slots + slot;
-    bring(to, args.scale_b, n0, Config::kStoredN, args.n, args.scale_b_stride, 1.0f, t);
+    // Scales that the loop has applied are none here.
+    const uint64_t scale_a = Config::kScaledInLoop ? 0 : args.scale_a;
+    const uint64_t scale_b = Config::kScaledInLoop ? 0 : args.scale_b;
+    bring(to, scale_b, n0, Config::kStoredN, args.n, args.scale_b_stride, 1.0f, t);
     // Half of the threads bring the rows' scales, half the biases.
     if (t < kBlockRows)
-      bring(to + 4 * kRows, args.scale_a, m0, kBlockRows, args.m, args.scale_a_stride, 1.0f, t);
+      bring(to + 4 * kRows, scale_a, m0, kBlockRows, args.m, args.scale_a_stride, 1.0f, t);
     else
       bring(to + 4 * kBias, args.bias, m0, kBlockRows, args.m, 1, 0.0f, t - kBlockRows);
   }

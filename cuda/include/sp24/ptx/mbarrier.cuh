@@ -24,6 +24,12 @@ __device__ __forceinline__ void mbarrier_arrive(uint32_t bar) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
 }
 
+// Arrives once all cp.async copies that this thread has started have been made; one of the arrivals
+// that the barrier was initialised for.
+__device__ __forceinline__ void mbarrier_arrive_after_copies(uint32_t bar) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
+}
+
 // Arrives at a barrier of any CTA of the cluster. Relaxed: it publishes nothing.
 __device__ __forceinline__ void mbarrier_arrive_relaxed_cluster(uint32_t cluster_bar) {
   asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(cluster_bar)

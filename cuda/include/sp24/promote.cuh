@@ -1,0 +1,272 @@
+// The sum of one tile in pieces of K, each multiplied into partial accumulators and then added to f32
+// registers: the tensor core's few bits of FP8 accumulation span a piece only.
+//
+// The tile's columns are two halves with partial accumulators of their own, so that one half is
+// added while the other is multiplied and the tensor core never waits for an addition:
+//
+//   tensor core   X(0)  Y(0)  X(1)  Y(1)  X(2) ...      X: columns 0 to N/2, Y: the rest
+//   registers           +X(0) +Y(0) +X(1) +Y(1) ...
+//
+// Both halves together take as many partial registers as one of the whole width would; what it costs
+// is that A is read from shared memory once for each. With whole rows instead (kHalves 1) a warpgroup
+// has nothing in flight while it adds, and the tensor core is the other's.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+#include "sp24/args.cuh"
+#include "sp24/config.cuh"
+#include "sp24/ptx/copy.cuh"
+#include "sp24/ptx/mbarrier.cuh"
+#include "sp24/ptx/warp.cuh"
+#include "sp24/ptx/wgmma_sp.cuh"
+#include "sp24/ring.cuh"
+#include "sp24/schedule.cuh"
+
+namespace sp24 {
+
+template <class Config>
+struct PromotedSum {
+  using Shared = typename Config::Shared;
+  using Operand = typename Config::Operand;
+  using Meta = typename Operand::Meta;
+  using Stages = StageReader<Config>;
+  using Position = Ring<Config::kStages>;
+  using Accumulate = typename Config::Accumulate;
+  static constexpr bool kBlock = Accumulate::kScales == LoopScales::block;
+  static constexpr int kHalves = Accumulate::kHalves;
+  static constexpr int kHalfN = Config::kTileN / kHalves;
+  static constexpr int kPart = kHalfN / 2;  // accumulators a thread of one half
+  using Mma = ptx::WgmmaSp<Operand, kHalfN>;
+  static_assert(Operand::kSelector1 == 0, "the selector of both steps is taken to be 0");
+
+  static constexpr int kUnits = Config::kUnits;                     // groups of wgmmas a stage and half
+  static constexpr int kUnitSteps = 2 / kUnits;                     // wgmmas of a group
+  static constexpr int kPiece = kUnits == 2 ? 1 : Accumulate::kSteps / 2;  // stages of a piece
+
+  float part[kHalves][kPart];
+  float sum[kHalves * kPart];  // as the accumulators of one wgmma of the whole width
+
+  __device__ __forceinline__ PromotedSum(uint32_t shared, int warpgroup) {
+    const int lane = threadIdx.x % 32;
+    columns0 = shared + offsetof(Shared, loop_scales) + 8 * (lane % 4);
+    rows0 = shared + offsetof(Shared, loop_scales) + 4 * Config::kTileN +
+            4 * (kBlock ? warpgroup : static_cast<int>(threadIdx.x) / 32 * 16 + lane / 4);
+  }
+
+  // Sums k_blocks stages, the next of the ring, into `sum`.
+  //
+  // Order, of one warpgroup. A group of wgmmas is waited for, by "all but the newest are done", before
+  // its partial accumulators are read, and they are read before they are multiplied into again, which
+  // the fence before every group orders. A stage is released after both halves of it have been waited
+  // for and, where its slot holds scales, after they have been read: so `produce`'s conditions hold.
+  // Metadata: a stage's words are used by X and Y of that stage; when the next stage's are loaded X has
+  // been waited for, and Y is in flight. So the registers of neighbouring stages must differ: no word
+  // lives from one stage to the next, and check.py proves the rest on the machine code.
+  //
+  // ptxas lets accumulators be read while others are multiplied into only where it can follow both, or
+  // it makes every wgmma wait (C7514): on all paths that join the same wgmmas must be in flight, and
+  // the piece of one that is in flight from one round of a loop to the next must go on there. With
+  // pieces of several stages a round ends inside a piece; with shorter ones it ends with a wait for
+  // all, once in kBody stages, while the other warpgroup multiplies.
+  __device__ __forceinline__ void run(int k_blocks, const Stages& stages, Position& ring) {
+#pragma unroll
+    for (int i = 0; i < kHalves * kPart; ++i) sum[i] = 0.0f;
+    int k = 0;
+    if constexpr (kHalves == 1) {
+#pragma unroll 1
+      for (; k + kPiece <= k_blocks; k += kPiece) {
+        whole_stage<true>(stages, ring);
+#pragma unroll
+        for (int s = 1; s < kPiece; ++s) whole_stage<false>(stages, ring);
+        drain(stages, true);
+      }
+#pragma unroll 1
+      for (; k < k_blocks; ++k) {
+        whole_stage<true>(stages, ring);
+        drain(stages, true);
+      }
+    } else if constexpr (kPiece > 1) {
+      stage<true>(stages, ring, true, false);
+#pragma unroll 1
+      for (k = 1; k + kPiece <= k_blocks; k += kPiece) {
+#pragma unroll
+        for (int s = 1; s <= kPiece; ++s)
+          stage<false>(stages, ring, s % kPiece == 0, (s + 1) % kPiece == 0);
+      }
+#pragma unroll
+      for (int s = 1; s < kPiece; ++s) {
+        if (k == k_blocks) break;
+        stage<false>(stages, ring, false, s + 1 == kPiece);
+        ++k;
+      }
+      drain(stages, k % kPiece != 0);  // the last piece may be a shorter one
+    } else {
+      constexpr int kBody = 4;
+#pragma unroll 1
+      for (; k + kBody <= k_blocks; k += kBody) {
+        stage<true>(stages, ring, true, true);
+#pragma unroll
+        for (int s = 1; s < kBody; ++s) stage<false>(stages, ring, true, true);
+        drain(stages, false);
+      }
+#pragma unroll 1
+      for (; k < k_blocks; ++k) {
+        stage<true>(stages, ring, true, true);
+        drain(stages, false);
+      }
+    }
+  }
+
+ private:
+  uint32_t reading = 0;          // the stage that Y has in flight
+  uint32_t columns0, rows0;      // where this lane's columns and rows have their scales
+
+  // Starts one half's wgmmas of a unit.
+  __device__ __forceinline__ void issue(const Stages& stages, int half, int unit, uint32_t stage,
+                                        Meta meta, bool begins) {
+    const uint64_t desc_a = stages.desc_a(stage);
+    const uint64_t desc_b = stages.desc_b(stage) + half * (kHalfN * kRowBytesB >> 4);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kUnitSteps; ++i) {
+      const int step = unit * kUnitSteps + i;
+      Mma::template issue<0>(part[half], desc_a + step * (32 >> 4), desc_b + step * (64 >> 4),
+                             Operand::meta_word(meta, step), !(begins && i == 0));
+    }
+    ptx::wgmma_commit();
+  }
+
+  // One stage: the First, with nothing in flight, or one that finds Y of the stage before; it leaves
+  // its own.
+  // `begins` and `ends`: the stage does so with a piece.
+  template <bool First>
+  __device__ __forceinline__ void stage(const Stages& stages, Position& ring, bool begins, bool ends) {
+    const Meta meta = stages.await(ring, First);
+#pragma unroll
+    for (int unit = 0; unit < kUnits; ++unit) {
+      issue(stages, 0, unit, ring.stage, meta, kUnits == 2 || begins);
+      if (unit > 0) {
+        ptx::wgmma_wait<1>();
+        add(1, ring.stage, unit - 1);
+      } else if constexpr (!First) {
+        ptx::wgmma_wait<1>();
+        if (begins) add(1, reading, kUnits - 1);
+      }
+      issue(stages, 1, unit, ring.stage, meta, kUnits == 2 || begins);
+      // The stage before has been read since that wait; first the tensor core got its work.
+      if (!First && unit == 0) stages.release(reading);
+      ptx::wgmma_wait<1>();
+      if (kUnits == 2 || ends) add(0, ring.stage, unit);
+    }
+    reading = ring.stage;
+    ring.advance();
+  }
+
+  // The same of whole rows; the First of a piece finds nothing in flight.
+  template <bool First>
+  __device__ __forceinline__ void whole_stage(const Stages& stages, Position& ring) {
+    const Meta meta = stages.await(ring, First);
+    issue(stages, 0, 0, ring.stage, meta, First);
+    if constexpr (!First) {
+      ptx::wgmma_wait<1>();
+      stages.release(reading);
+    }
+    reading = ring.stage;
+    ring.advance();
+  }
+
+  // Waits for all and adds Y's piece, and X's where it has not ended yet.
+  __device__ __forceinline__ void drain(const Stages& stages, bool x_too) {
+    ptx::wgmma_wait<0>();
+    if (x_too) add(0, reading, kUnits - 1);
+    if constexpr (kHalves == 2) add(1, reading, kUnits - 1);
+    stages.release_last(reading);
+  }
+
+  // Adds one half's piece, which has been waited for, to the sum. `part` and `sum` pass through empty
+  // statements: the compiler takes `part` for known as soon as its wgmma has been started, and would
+  // move additions into later branches, where ptxas no longer sees that the wgmma has ended (C7514).
+  __device__ __forceinline__ void add(int half, uint32_t stage, int unit) {
+#pragma unroll
+    for (int i = 0; i < kPart; ++i) asm volatile("" : "+f"(part[half][i])::"memory");
+    float* to = sum + half * kPart;
+    const uint32_t slot = (stage * kUnits + unit) * Config::kScaleSlotBytes;
+    if constexpr (Accumulate::kScales == LoopScales::none) {
+#pragma unroll
+      for (int i = 0; i < kPart; ++i) to[i] += part[half][i];
+    } else {
+      const float row[2] = {ptx::load_shared<float>(rows0 + slot),
+                            kBlock ? 0.0f : ptx::load_shared<float>(rows0 + slot + 32)};
+#pragma unroll
+      for (int j = 0; j < kHalfN / 8; ++j) {
+        float2 col = ptx::load_shared<float2>(columns0 + slot + (half * kHalfN + 8 * j) * 4);
+        if constexpr (kBlock) col.x *= row[0], col.y *= row[0];
+#pragma unroll
+        for (int i = 4 * j; i < 4 * j + 4; ++i) {
+          const float value = kBlock ? part[half][i] : part[half][i] * row[i / 2 % 2];
+          to[i] = fmaf(value, i % 2 ? col.y : col.x, to[i]);
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kPart; ++i) asm volatile("" : "+f"(to[i])::"memory");
+  }
+};
+
+// What is not given is this, for all rows.
+__device__ const float kNoScale = 1.0f;
+
+// Two warps of the last warpgroup, beside the producer's: one for A, one for B. They fill the stages'
+// slots of scales, four bytes a copy, since scales of neighbouring rows do not lie side by side.
+//
+// Order. A slot belongs to its stage: it is written after empty[stage] has completed, to which every
+// consumer of this CTA arrives after all its warps have read the slot (release there, acquire here),
+// and read after full[stage] has completed, to which each lane's arrival counts when its copies have
+// been made. No arrival is early: the next round of a stage is filled only after empty[stage] has
+// completed again, and so after full[stage] has been waited for. These copies are not of the async
+// proxy, and no other writes or reads the slots.
+template <class Config, bool kOfA>
+__device__ __forceinline__ void load_scales(const GemmArgs& args, uint32_t shared,
+                                            uint32_t m_rank) {
+  using Shared = typename Config::Shared;
+  constexpr bool kBlock = kOfA && Config::Accumulate::kScales == LoopScales::block;
+  constexpr int kCount = !kOfA ? Config::kTileN : kBlock ? Config::kConsumers : Config::kTileM;
+  constexpr int kApart = kBlock ? kBlockRows : 1;  // rows
+  constexpr int kEach = (kCount + 31) / 32;
+  constexpr int kUnits = Config::kUnits, kUnitSteps = 2 / kUnits;
+  const int lane = threadIdx.x % 32;
+  const uint64_t given = kOfA ? args.scale_a : args.scale_b;
+  const float* scales = given ? reinterpret_cast<const float*>(given) : &kNoScale;
+  const int last = (kOfA ? args.m : args.n) - 1, rows = kOfA ? args.scale_a_rows : 1;
+  const int stride = kOfA ? args.scale_a_stride : args.scale_b_stride;
+  const int steps = kOfA ? args.scale_a_steps : args.scale_b_steps;
+  uint32_t slots = shared + offsetof(Shared, loop_scales) + 4 * (lane + (kOfA ? Config::kTileN : 0));
+  Ring<Config::kStages> ring;
+  Schedule<Config> schedule(args);
+  ptx::wait_for_prerequisites();  // scales of B may be what the kernel before has made
+  for (int m0, n0; schedule.next(m_rank, m0, n0);) {
+    // Rows past the edge, of which nothing is stored, take the last one's scale.
+    int row[kEach];
+#pragma unroll
+    for (int i = 0; i < kEach; ++i)
+      row[i] = min((kOfA ? m0 : n0) + (i * 32 + lane) * kApart, last) / rows * stride;
+#pragma unroll 1
+    for (int k = 0; k < args.k_blocks; ++k) {
+      ptx::mbarrier_wait(shared + offsetof(Shared, empty) + ring.stage * 8, ring.parity ^ 1);
+#pragma unroll
+      for (int unit = 0; unit < kUnits; ++unit) {
+        const uint32_t slot = slots + (ring.stage * kUnits + unit) * Config::kScaleSlotBytes;
+        // The last stage may have a step past K, where all products are 0: not so its scale.
+        const float* from = scales + min(2 * k + unit * kUnitSteps, args.k_steps - 1) / steps;
+#pragma unroll
+        for (int i = 0; i < kEach; ++i)
+          if (i * 32 + lane < kCount) ptx::copy_async(slot + 4 * i * 32, from + row[i]);
+      }
+      ptx::mbarrier_arrive_after_copies(shared + offsetof(Shared, full) + ring.stage * 8);
+      ring.advance();
+    }
+  }
+}
+
+}  // namespace sp24
