@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -45,6 +46,7 @@ SCALED = [e for e in manifest.load().entries if e.loop_scales != "none"]
 EVERY_SCALED = pytest.mark.parametrize("entry", SCALED, ids=lambda e: e.name)
 
 
+@cache
 def scaled_problem(
     type_name: str, m: int, n: int, k: int, block: tuple[int, int] | None, scale_k: int
 ) -> tuple[problems.Problem, problems.Array]:
@@ -61,6 +63,23 @@ def scaled_problem(
     packed = replace(whole.packed, info=replace(whole.packed.info, scale=spec), scale=scale_a)
     a = packed.dequantize(np.float64)
     b = widen(whole.x).astype(np.float64) * np.repeat(scale_b, scale_k or k, axis=1)[:, :k]
+    exact = a @ b.T
+    return problems.Problem(packed, whole.x, a, exact, exact), scale_b
+
+
+@cache
+def random_problem(
+    type_name: str, m: int, n: int, k: int, rows: int, columns: int
+) -> tuple[problems.Problem, problems.Array]:
+    """Normal values under random scales of blocks of A and of rows and as many columns of B."""
+    random = np.random.default_rng(k)
+    spec = ScaleSpec("block", (rows, columns))
+    whole = problems.normal(type_name, m, n, k)
+    scale_a = random.uniform(0.5, 2.0, spec.shape(m, k)).astype(np.float32)
+    packed = replace(whole.packed, info=replace(whole.packed.info, scale=spec), scale=scale_a)
+    scale_b = random.uniform(0.5, 2.0, (n, -(-k // columns))).astype(np.float32)
+    a = packed.dequantize(np.float64)
+    b = widen(whole.x).astype(np.float64) * np.repeat(scale_b, columns, axis=1)[:, :k]
     norms = np.sqrt((a * a) @ (b * b).T)
     return problems.Problem(packed, whole.x, a, a @ b.T, norms), scale_b
 
@@ -95,18 +114,10 @@ def test_random_scales_of_blocks_and_bias(
     device: Device, entry: manifest.Entry, shape: tuple[int, int, int]
 ) -> None:
     m, n, k = shape
-    random = np.random.default_rng(k)
-    columns = {"block128": 128, "row128": 128, "row64": 64}[entry.summation]
-    spec = ScaleSpec("block", (1 if entry.loop_scales == "row" else 128, columns))
-    whole = problems.normal(entry.a_type, m, n, k)
-    scale_a = random.uniform(0.5, 2.0, spec.shape(m, k)).astype(np.float32)
-    packed = replace(whole.packed, info=replace(whole.packed.info, scale=spec), scale=scale_a)
-    scale_b = random.uniform(0.5, 2.0, (n, -(-k // columns))).astype(np.float32)
-    bias = random.standard_normal(m).astype(np.float32)
-    a = packed.dequantize(np.float64)
-    b = widen(whole.x).astype(np.float64) * np.repeat(scale_b, columns, axis=1)[:, :k]
-    problem = problems.Problem(packed, whole.x, a, a @ b.T, np.sqrt((a * a) @ (b * b).T))
-    d = run(device, entry, problem, scale_b, bias, scale_b_k=columns)
+    rows = 1 if entry.loop_scales == "row" else 128
+    problem, scale_b = random_problem(entry.a_type, m, n, k, rows, entry.promote_k)
+    bias = np.random.default_rng(n).standard_normal(m).astype(np.float32)
+    d = run(device, entry, problem, scale_b, bias, scale_b_k=entry.promote_k)
     assert_close(entry, d, problem.exact + bias[:, None], problem.norms, k)
 
 
