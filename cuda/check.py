@@ -5,7 +5,8 @@
 1. The manifest's source hash is that of ``cuda/`` and each fatbin has its recorded hash.
 2. Manifest entries equal the fatbins' symbols.
 3. In the machine code: no local memory, no ``MEMBAR`` in the loop over K, and no register that
-   holds the metadata of a ``wgmma`` in flight is written before the wait that covers it.
+   holds the metadata (or the A fragment) of a ``wgmma`` in flight is written before the wait that
+   covers it.
 
 The second and third need ``cuobjdump`` and ``nvdisasm`` (PyPI: nvidia-cuda-cuobjdump,
 nvidia-cuda-nvdisasm, both among the development tools).
@@ -131,21 +132,30 @@ def written(ins: Instruction) -> set[int]:
     if not first:
         return set()
     width = 1
-    if re.search(r"\.128\b", ins.opcode):
+    if re.search(r"\.128\b|\.M88\.4\b", ins.opcode):
         width = 4
     elif re.search(r"\.64\b|\.WIDE\b", ins.opcode):
         width = 2
     return {int(first[1]) + i for i in range(width)}
 
 
+def read_late(gmma: Instruction) -> set[int]:
+    """The registers that a sparse wgmma reads while it runs: metadata, and A's if it has any."""
+    registers = re.findall(r"\bR(\d+)\b", gmma.operands)
+    late = {int(registers[-1])}
+    fragment = re.match(r"R\d+, R(\d+), gdesc", gmma.operands)
+    if fragment:
+        late |= {int(fragment[1]) + i for i in range(4)}
+    return late
+
+
 def overwritten_metadata(flow: Flow) -> list[str]:
-    """Each write to the metadata register of a sparse wgmma before the wait that covers it."""
+    """Each write to a register of a sparse wgmma in `read_late` before the wait that covers it."""
     faults = []
     for start, gmma in enumerate(flow.code):
         if not re.match(r"[HQI]GMMA\.SP", gmma.opcode):
             continue
-        registers = re.findall(r"\bR(\d+)\b", gmma.operands)
-        meta = int(registers[-1])
+        late = read_late(gmma)
         # A group is committed by its last wgmma, the one that names gsb0. The walk carries how many
         # groups have been committed since this wgmma, its own included.
         first = 1 if "gsb0" in gmma.operands else 0
@@ -165,11 +175,11 @@ def overwritten_metadata(flow: Flow) -> list[str]:
                 pending = int(ins.operands.rpartition("0x")[2], 16)
                 if groups > pending:
                     continue
-            elif meta in written(ins):
+            elif overwritten := late & written(ins):
                 # One write is enough to condemn the wgmma.
                 faults.append(
-                    f"R{meta} of the wgmma at {gmma.address:#x} is written at {ins.address:#x} "
-                    f"({ins.opcode} {ins.operands})"
+                    f"R{min(overwritten)} of the wgmma at {gmma.address:#x} is written at "
+                    f"{ins.address:#x} ({ins.opcode} {ins.operands})"
                 )
                 break
             work.extend((n, groups) for n in flow.next[i])

@@ -3,7 +3,7 @@
 #include <cstddef>
 #include <cstdio>
 
-#include "sp24/entry.cuh"
+#include "sp24/ladder_entry.cuh"
 
 namespace {
 
@@ -49,6 +49,31 @@ void ceiling(const char* name, const char* operand, const char* source) {
   separator = ",\n";
 }
 
+template <class Config>
+void rung(const char* name, const char* operand, const char* out, const char* kind, int number,
+          const char* label, const char* source, const char* meta, const char* full,
+          const char* release, const char* store, const char* changed) {
+  std::printf(
+      "%s{\"name\": \"%s\", \"kind\": \"rung\", \"fatbin\": \"ladder_%s\", \"a_type\": \"%s\", "
+      "\"out_type\": \"%s\", \"order\": \"nm\", \"number\": %d, \"label\": \"%s\", \"side\": %s, "
+      "\"changed\": \"%s\", \"source\": \"%s\", \"meta\": \"%s\", \"full\": \"%s\", "
+      "\"release\": \"%s\", \"store\": \"%s\", \"groups\": %d, \"wait\": %d, "
+      "\"persistent\": %s, \"raster\": %s, \"unroll\": %d, "
+      "\"tile_m\": %d, \"tile_n\": %d, \"tile_k\": %d, \"consumers\": %d, \"cluster\": %d, "
+      "\"cluster_ctas\": %d, \"stages\": %d, \"threads\": %d, \"smem_bytes\": %zu, "
+      "\"box_a\": [%d, %d], \"box_b\": [%d, %d], \"box_meta\": [%d, %d], "
+      "\"k_multiple\": 4, \"args\": \"rung\"}",
+      separator, name, operand, operand, out, number, label, kind[0] == 's' ? "true" : "false",
+      changed, source, meta, full, release, store, Config::kGroups, Config::kWait,
+      Config::kPersistent ? "true" : "false", Config::kRaster ? "true" : "false", Config::kUnroll,
+      Config::kTileM, Config::kTileN, Config::kTileK, Config::kConsumers, Config::kCluster,
+      Config::kClusterCtas, Config::kStages, Config::kThreads, sizeof(typename Config::Shared),
+      Config::kSwizzle,
+      sp24::kBlockRows, sp24::kRowBytesB, Config::kBoxRowsB, sp24::kMetaRowBytes * Config::kPanels,
+      Config::kMetaRows);
+  separator = ",\n";
+}
+
 }  // namespace
 
 #define SP24_STRING_(x) #x
@@ -73,6 +98,13 @@ int main() {
 #define SP24_CEILING(operand, source)                                                         \
   ceiling<SP24_CEILING_CONFIG(operand, source)>(SP24_STRING(SP24_CEILING_NAME(operand, source)), \
                                                 #operand, #source);
+#define SP24_RUNG(operand, out, kind, number, name, consumers, stages, row_bytes, source, meta, full, \
+                  groups, wait, release, cluster, persistent, raster, store, unroll, changed)        \
+  rung<SP24_RUNG_CONFIG(operand, out, kind, number, name, consumers, stages, row_bytes, source, meta, \
+                        full, groups, wait, release, cluster, persistent, raster, store, unroll,     \
+                        changed)>(SP24_STRING(SP24_RUNG_NAME(operand, out, kind, number, name, )),   \
+                                  #operand, #out, #kind, number, #name, #source, #meta, #full,       \
+                                  #release, #store, changed);
 #include "kernels.def"
   const char* comma = "";
   std::printf("\n],\n\"args\": {\n\"gemm\": {\"tensor_map_bytes\": %zu, \"bytes\": %zu, \"fields\": [",
@@ -97,6 +129,20 @@ int main() {
   std::printf("%s[\"%s\", \"%s\", %zu]", comma, #name, #type, offsetof(sp24::CeilingArgs, name)); \
   comma = ", ";
   SP24_CEILING_ARGS(X)
+#undef X
+  std::printf("]},\n\"rung\": {\"tensor_map_bytes\": %zu, \"bytes\": %zu, \"fields\": [",
+              sizeof(sp24::RungMaps), sizeof(sp24::RungArgs));
+  comma = "";
+#define X(type, name)                                          \
+  std::printf("%s[\"%s\", \"%s\", %zu]", comma, #name, #type, \
+              offsetof(sp24::RungArgs, gemm) + offsetof(sp24::GemmArgs, name)); \
+  comma = ", ";
+  SP24_GEMM_ARGS(X)
+#undef X
+#define X(type, name)                                                                         \
+  std::printf("%s[\"%s\", \"%s\", %zu]", comma, #name, #type, offsetof(sp24::RungArgs, name)); \
+  comma = ", ";
+  SP24_RUNG_ARGS(X)
 #undef X
   std::printf("]}\n}}\n");
 }

@@ -22,6 +22,7 @@ from sp24cli.bench.check import (
     row_norms,
     tolerance,
 )
+from sp24cli.bench.instrument import Work
 from sp24cli.bench.plan import BenchPlan, Case
 from sp24cli.bench.problem import Tokens, over_columns
 from sp24cli.bits import widen
@@ -159,6 +160,42 @@ class Judge:
         raise_if_wrong(self._case, ours.kernel.name, checks)
         return tuple(checks), checks[0], output
 
+    def sibling(
+        self, operands: Operands, work: Work, name: str, same: Array | None
+    ) -> tuple[Check, Array]:
+        """Another kernel of ours on the same operands, after `ours`: every element in bounds, and
+        in every copy the bits of ``same``, or of its own first. The first check, and the output.
+
+        `VerificationError` if it is wrong.
+        """
+        assert self._reference is not None
+        operands.poison()
+        self._device.synchronize()
+        for slot in range(operands.slots):
+            work.enqueue(slot)
+        output = operands.output(0, self._plan.order)
+        row_scale = 1.0 if self._packed.scale is None else self._packed.scale
+        column_scale = 1.0 if self._tokens.scale is None else self._tokens.scale
+        checks = [
+            compare(
+                "all elements",
+                output,
+                self._reference,
+                row_scale,
+                column_scale,
+                self._limits,
+                self._workers,
+            )
+        ]
+        want = _bits(output if same is None else same)
+        equal = all(
+            np.array_equal(want, _bits(operands.output(slot, self._plan.order)))
+            for slot in range(operands.slots)
+        )
+        checks.append(_equality("the same bits in every copy, and as the others", equal))
+        raise_if_wrong(self._case, name, checks)
+        return checks[0], output
+
     def peer(self, operands: Operands, peer: Peer) -> Check:
         """One product of a peer, compared in every element."""
         if self._peers_reference is None:
@@ -194,12 +231,12 @@ class Judge:
         return check_exact("exact integers", output, exact, seed, self._workers)
 
 
-def again(device: Device, operands: Operands, ours: Ours, verified: Array) -> Check:
+def again(device: Device, operands: Operands, ours: Work, verified: Array, order: str) -> Check:
     """Our kernel once more after the timing: a race would have moved a bit by then."""
     operands.poison()
     device.synchronize()
     ours.enqueue(0)
-    output = operands.output(0, ours.role.order)
+    output = operands.output(0, order)
     return _equality("same bits after timing", np.array_equal(_bits(output), _bits(verified)))
 
 

@@ -9,7 +9,7 @@ from sp24cli.bench import report
 from sp24cli.bench.plot import picture
 from sp24cli.bench.result import BenchResult
 
-_STYLE = """
+STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; color: #1a1a1a; background: #fff;
   max-width: 78rem; margin: 1.5rem auto; padding: 0 1rem; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.1rem; margin: 2rem 0 .3rem; }
@@ -32,10 +32,10 @@ def page(result: BenchResult, more: Sequence[str] = ()) -> str:
         "<!DOCTYPE html>",
         '<html lang="en"><head><meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body>",
+        f"<title>{escape(title)}</title><style>{STYLE}</style></head><body>",
         "<h1>sp24 bench</h1>",
-        _list(report.conditions(result)),
-        _list([*report.summary(result), *report.failures(result)]),
+        bullets(report.conditions(result)),
+        bullets([*report.summary(result), *report.failures(result)]),
         _svg(result),
     ]
     if more:
@@ -45,10 +45,10 @@ def page(result: BenchResult, more: Sequence[str] = ()) -> str:
         parts.append(f"<h2>{escape(head)}</h2>")
         parts += [f'<p class="small">{escape(line)}</p>' for line in rest]
         parts.append('<div class="wide"><table>')
-        parts.append(_row("th", report.head(result), ""))
+        parts.append(table_row("th", report.head(result), ""))
         for row in case.rows:
             kind = ' class="ours"' if row.role.family == "sp24" else ""
-            parts.append(_row("td", report.cells(result, case, row), kind))
+            parts.append(table_row("td", report.cells(result, case, row), kind))
         parts.append("</table></div>")
         parts += [
             f'<p class="small">{escape(label)}: {escape(reason)}</p>'
@@ -58,11 +58,11 @@ def page(result: BenchResult, more: Sequence[str] = ()) -> str:
     return "\n".join(parts) + "\n"
 
 
-def _list(lines: Sequence[str]) -> str:
+def bullets(lines: Sequence[str]) -> str:
     return f"<ul>{''.join(f'<li>{escape(line)}</li>' for line in lines)}</ul>"
 
 
-def _row(cell: str, texts: Sequence[str], attributes: str) -> str:
+def table_row(cell: str, texts: Sequence[str], attributes: str) -> str:
     inner = "".join(f"<{cell}>{escape(text)}</{cell}>" for text in texts)
     return f"<tr{attributes}>{inner}</tr>"
 

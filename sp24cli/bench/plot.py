@@ -22,7 +22,7 @@ PICTURES = ("svg", "png")
 _FIGURES = ("burst", "sustained")
 #: Two colours of one lightness are told apart by hue alone: these differ in both, also in grey
 #: and for eyes that see no red (Okabe and Ito).
-_BLUE, _ORANGE, _YELLOW, _GREY = "#0072B2", "#D55E00", "#E69F00", "#999999"
+BLUE, ORANGE, YELLOW, GREY = "#0072B2", "#D55E00", "#E69F00", "#999999"
 
 
 @dataclass(frozen=True)
@@ -34,20 +34,20 @@ class _Product:
 
 
 _PRODUCTS = (
-    _Product("sp24", _BLUE, "o", lambda case, figure: case.best("sp24", figure)),
+    _Product("sp24", BLUE, "o", lambda case, figure: case.best("sp24", figure)),
     _Product(
         "cuSPARSELt, fastest of all ids",
-        _ORANGE,
+        ORANGE,
         "s",
         lambda case, figure: case.best("cusparselt", figure),
     ),
     _Product(
         "cuSPARSELt, default",
-        _YELLOW,
+        YELLOW,
         "^",
         lambda case, figure: case.best("cusparselt", figure, default=True),
     ),
-    _Product("cuBLASLt, dense", _GREY, "D", lambda case, figure: case.best("cublaslt", figure)),
+    _Product("cuBLASLt, dense", GREY, "D", lambda case, figure: case.best("cublaslt", figure)),
 )
 
 
@@ -63,10 +63,15 @@ def picture(result: BenchResult, kind: str) -> bytes:
     """The plots of a result as the bytes of an ``svg`` or ``png`` file, the same for the same
     result."""
     require()
-    import matplotlib
-
     if not result.cases:
         raise Sp24Error("a plot needs a case with figures")
+    return drawn(lambda: _draw(result), kind)
+
+
+def drawn(draw: Callable[[], Figure], kind: str) -> bytes:
+    """What ``draw`` makes, in the style of all plots, as the bytes of a file."""
+    import matplotlib
+
     style: Any = {
         "font.family": "DejaVu Sans",  # comes with matplotlib, so that every machine draws the same
         "font.size": 9,
@@ -76,7 +81,7 @@ def picture(result: BenchResult, kind: str) -> bytes:
     }
     target = io.BytesIO()
     with matplotlib.rc_context(style):
-        figure = _draw(result)
+        figure = draw()
         figure.savefig(
             target, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None
         )

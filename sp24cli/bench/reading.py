@@ -1,4 +1,4 @@
-"""A `BenchResult` from the JSON that an earlier run wrote."""
+"""A `BenchResult` or a `LadderResult` from the JSON that an earlier run wrote."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from sp24cli.bench.check import OUT_ROUNDING
+from sp24cli.bench.ladder import SCHEMA as LADDER_SCHEMA
+from sp24cli.bench.ladder import LadderResult
 from sp24cli.bench.result import SCHEMA, BenchResult
 from sp24cli.errors import BadInputError
 from sp24cli.optypes import OPERAND_TYPES
@@ -20,26 +22,48 @@ def read_result(path: str) -> BenchResult:
 
     Fields that were added to the document since have their defaults, unknown ones are ignored.
     """
+    result = _read(path, "sp24.bench", SCHEMA, BenchResult)
+    assert isinstance(result, BenchResult)
+    found = _fault(result)
+    if found is not None:
+        raise BadInputError(f"{path}: {found}")
+    return result
+
+
+def read_any(path: str) -> BenchResult | LadderResult:
+    """The same, or the result of ``sp24 bench --ladder --json``."""
+    if "sp24.ladder" not in _document(path):
+        return read_result(path)
+    result = _read(path, "sp24.ladder", LADDER_SCHEMA, LadderResult)
+    assert isinstance(result, LadderResult)
+    if not result.rows or result.type not in OPERAND_TYPES:
+        raise BadInputError(f"{path}: a ladder of {result.type} with {len(result.rows)} rungs")
+    if not all(0 < f.us < math.inf for r in result.rows for f in (r.row.burst, r.row.sustained)):
+        raise BadInputError(f"{path}: a time that is not positive")
+    return result
+
+
+def _document(path: str) -> dict[str, Any]:
     try:
         document = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise BadInputError(f"{path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise BadInputError(f"{path}: not JSON ({error})") from None
-    version = document.get("sp24.bench") if isinstance(document, dict) else None
+    return document if isinstance(document, dict) else {}
+
+
+def _read(path: str, key: str, schema: int, kind: type[Any]) -> Any:
+    document = _document(path)
+    version = document.get(key)
     if version is None:
         raise BadInputError(f"{path}: not a result of sp24 bench --json")
-    if version != SCHEMA:
-        raise BadInputError(f"{path}: a result of version {version!r}, known is {SCHEMA}")
+    if version != schema:
+        raise BadInputError(f"{path}: a result of version {version!r}, known is {schema}")
     try:
-        result = _value(document, BenchResult, "")
+        return _value(document, kind, "")
     except _FaultError as fault:
         raise BadInputError(f"{path}: {fault}") from None
-    assert isinstance(result, BenchResult)
-    found = _fault(result)
-    if found is not None:
-        raise BadInputError(f"{path}: {found}")
-    return result
 
 
 def _fault(result: BenchResult) -> str | None:

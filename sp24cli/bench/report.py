@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from sp24cli.bench.ceiling import memory_bounds, memory_floor_us, shares
 from sp24cli.bench.result import BenchResult, CaseResult, Environment, Figure, Row
+from sp24cli.bench.statistics import Settings
 from sp24cli.kernels.manifest import Manifest
 
 HEAD = (
@@ -62,8 +63,8 @@ def markdown(result: BenchResult, more: Sequence[str] = ()) -> str:
         lines += [f"## {case.shape} {case.type} → {case.out} {case.order}", ""]
         lines += [f"{line}  " for line in case_head(result, case)[1:]]
         heads = head(result)
-        lines += ["", _pipes(heads), "| --- |" + " ---: |" * (len(heads) - 2) + " --- |"]
-        lines += [_pipes(cells(result, case, row)) for row in case.rows]
+        lines += ["", pipes(heads), "| --- |" + " ---: |" * (len(heads) - 2) + " --- |"]
+        lines += [pipes(cells(result, case, row)) for row in case.rows]
         lines += ["", *(f"- {label}: {reason}" for label, reason in skipped(case)), ""]
     lines += [f"- {line}" for line in failures(result)]
     lines += [legend(result), "", *(f"- {line}" for line in summary(result))]
@@ -72,7 +73,7 @@ def markdown(result: BenchResult, more: Sequence[str] = ()) -> str:
     return "\n".join(lines) + "\n"
 
 
-_COLUMNS = (
+COLUMNS = (
     "us", "p5", "p95", "noise", "drift", "samples", "tflops", "gbps", "peak_share", "sm_mhz",
     "mem_mhz", "power_w", "limit_w", "temp_c", "joules", "tflops_per_watt",
 )  # fmt: skip
@@ -85,7 +86,7 @@ def comma_separated(result: BenchResult) -> str:
     environment = result.environment
     writer.writerow(
         ("date", "gpu", "m", "n", "k", "type", "out", "order", "candidate", "detail", "verified",
-         "figure", *_COLUMNS, "throttle", "doubts")
+         "figure", *COLUMNS, "throttle", "doubts")
     )  # fmt: skip
     for case in result.cases:
         for row in case.rows:
@@ -105,7 +106,7 @@ def comma_separated(result: BenchResult) -> str:
                         row.role.detail,
                         row.check.passed,
                         name,
-                        *(_plain(getattr(figure, column)) for column in _COLUMNS),
+                        *(plain(getattr(figure, column)) for column in COLUMNS),
                         " ".join(figure.throttle),
                         "; ".join(figure.doubts),
                     )
@@ -141,18 +142,21 @@ def kernel_list(kernels: Manifest) -> str:
 
 def conditions(result: BenchResult) -> list[str]:
     """Where, with what and how it was measured."""
-    e, s = result.environment, result.settings
+    return [*measured_on(result.environment, result.settings), *result.notes]
+
+
+def measured_on(e: Environment, s: Settings) -> list[str]:
+    """The machine and the way of measuring, a line each."""
     commit = f", commit {e.commit}" if e.commit else ""
-    peers = "; ".join(f"{name} {state}" for name, state in e.peers.items())
+    peers = "".join(f"; {name} {state}" for name, state in e.peers.items())
     return [
         f"{e.gpu}, {e.sm_count} SMs, up to {e.clock_mhz_max:.0f} MHz, driver {e.driver}; {e.date}",
-        f"sp24 {e.sp24}{commit}, kernels {e.fatbin_sha256[:12]}; {peers}",
+        f"sp24 {e.sp24}{commit}, kernels {e.fatbin_sha256[:12]}{peers}",
         f"burst: median over the first {s.burst_ms:.0f} ms after {s.idle_ms:.0f} ms idle; "
         f"sustained: median from {s.sustained_from_ms:.0f} to {s.sustained_to_ms:.0f} ms of "
         f"running; {s.rounds} interleaved rounds of CUDA graphs",
         *([] if e.copy_tbps is None else [f"copying memory: {e.copy_tbps:.2f} TB/s, read + write"]),
         *_alone(e),
-        *result.notes,
     ]
 
 
@@ -255,9 +259,9 @@ def cells(result: BenchResult, case: CaseResult, row: Row) -> tuple[str, ...]:
         f"{sustained.gbps:.0f}",
         f"{sustained.peak_share:.0%}",
         *([_of_ceiling(result, case, row)] * _has_ceiling(result)),
-        _number(sustained.sm_mhz, 0),
-        _number(sustained.power_w, 0),
-        _number(sustained.tflops_per_watt, 2),
+        number(sustained.sm_mhz, 0),
+        number(sustained.power_w, 0),
+        number(sustained.tflops_per_watt, 2),
         _against(case, row),
         _doubts(row),
     )
@@ -310,7 +314,7 @@ def align(rows: Sequence[Sequence[str]], *, left: int = 1) -> list[str]:
     ]
 
 
-def _pipes(cells: Sequence[str]) -> str:
+def pipes(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
@@ -320,9 +324,9 @@ def significant(value: float) -> str:
     return f"{value:.{max(0, 4 - whole)}f}"
 
 
-def _number(value: float | None, digits: int) -> str:
+def number(value: float | None, digits: int) -> str:
     return "" if value is None else f"{value:.{digits}f}"
 
 
-def _plain(value: float | int | None) -> str:
+def plain(value: float | int | None) -> str:
     return "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -58,7 +58,7 @@ FINALISTS = 3
 
 
 @dataclass
-class _Libraries:
+class Libraries:
     """The peers that are here, and what became of each."""
 
     cublaslt: CublasLt | None = None
@@ -96,7 +96,7 @@ def run(
     cases: list[CaseResult] = []
     failures: list[Failure] = []
     with ExitStack() as stack:
-        libraries = _open_libraries(device, stack, wanted=plan.peers)
+        libraries = open_libraries(device, stack, wanted=plan.peers)
         bench = _Bench(device, instrument, libraries, WeightChecks(plan.settings.seed), plan)
         for i, case in enumerate(plan.cases, 1):
             head = f"[{i}/{len(plan.cases)}] {case.shape} {case.type}"
@@ -109,7 +109,7 @@ def run(
                 if finished is not None:
                     finished(result)
     return BenchResult(
-        _environment(device, libraries.states, copy_tbps, wgmma),
+        environment(device, libraries.states, copy_tbps, wgmma),
         plan.settings,
         tuple(cases),
         tuple(failures),
@@ -127,13 +127,14 @@ class _Bench:
 
     device: Device
     instrument: Instrument
-    libraries: _Libraries
+    libraries: Libraries
     weights: WeightChecks
     plan: BenchPlan
 
 
-def _open_libraries(device: Device, stack: ExitStack, *, wanted: bool) -> _Libraries:
-    found = _Libraries()
+def open_libraries(device: Device, stack: ExitStack, *, wanted: bool) -> Libraries:
+    """The peers that are here, closed with ``stack``; ``wanted``: to be compared with."""
+    found = Libraries()
     # cuBLASLt also gives the float64 reference, so it is opened even when not compared with.
     for name, kind in (("cuBLASLt", CublasLt), ("cuSPARSELt", CusparseLt)):
         try:
@@ -207,10 +208,10 @@ def _run_case(bench: _Bench, case: Case, tell: Progress) -> CaseResult:
         measured = bench.instrument.measure(
             candidates, lambda done, total: tell(f"timing, run {done} of {total}")
         )
-        checks += (again(device, operands, ours, verified),)
+        checks += (again(device, operands, ours, verified, plan.order),)
         raise_if_wrong(case, ours.kernel.name, checks)
     rows = tuple(
-        _row(candidate.role, check, measurement, case, plan, device)
+        timed_row(candidate.role, check, measurement, case, plan, device)
         for candidate, check, measurement in zip(candidates, row_checks, measured, strict=True)
     )
     return CaseResult(
@@ -297,7 +298,7 @@ def _peers(
     return kept, len(ranked)
 
 
-def _row(
+def timed_row(
     role: Role,
     check: Check,
     measured: Measurement,
@@ -305,6 +306,8 @@ def _row(
     plan: BenchPlan,
     device: Device,
 ) -> Row:
+    """A candidate's measurement as rates, with the state of the chip."""
+
     def figure(timing: Timing) -> Figure:
         us = timing.us.median
         rate = rates(
@@ -342,12 +345,13 @@ def _row(
     return Row(role, check, figure(measured.burst), figure(measured.sustained), measured.launches)
 
 
-def _environment(
+def environment(
     device: Device,
     peers: dict[str, str],
     copy_tbps: float | None,
     wgmma: tuple[WgmmaCeiling, ...],
 ) -> Environment:
+    """Where and with what it is measured, now."""
     version = device.driver_version
     return Environment(
         datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 import click
 from tqdm import tqdm
 
-from sp24cli.cli import console
+from sp24cli.cli import climb, console
 from sp24cli.cli.options import quiet_option, workers_option
 from sp24cli.errors import Sp24Error, VerificationError
 
 if TYPE_CHECKING:
+    from sp24cli.bench.ladder import LadderPlan, LadderResult
     from sp24cli.bench.plan import BenchPlan
     from sp24cli.bench.rates import Shape
     from sp24cli.bench.result import BenchResult, Failure, Progress
@@ -31,8 +32,12 @@ SUITES = ("llm", "select30", "grid")
 #: Endings of --plot.
 PLOTS = ("svg", "png", "html")
 
-#: Options, by their parameters, that stand beside --from, and that do not beside --tune.
+#: Options, by their parameters, that stand beside --from, beside --ladder, and not beside --tune.
 _RENDERING = {"from_file", "baseline", "plot_file", "json_file", "csv_file", "md_file", "quiet"}
+_CLIMBING = {
+    "ladder", "rungs", "shapes", "rounds", "noise_limit", "seed", "json_file", "csv_file",
+    "md_file", "plot_file", "workers", "quiet",
+}  # fmt: skip
 _NOT_TUNING = {"baseline", "plot_file", "csv_file", "md_file", "ceiling", "kernel"}
 
 
@@ -167,6 +172,22 @@ def _file_option(name: str, what: str) -> Callable[[Any], Any]:
     metavar="FILE",
     help="Show an earlier result (of --json) instead of measuring. No GPU.",
 )
+@click.option(
+    "--ladder",
+    type=click.Choice(["e4m3", "f16"]),
+    help="Climb the ladder of this operand type instead: kernels that differ in one thing each, "
+    "from a plain one to the one that sp24 chooses, at --shape.  [default shape: 4096x8192x8192]",
+)
+@click.option(
+    "--rung",
+    "rungs",
+    metavar="NAME",
+    multiple=True,
+    help="Time this rung of the ladder (a name, number or kernel) and the last. Repeatable.",
+)
+@click.option(
+    "--explain", metavar="RUNG", help="Say what a rung changes and why that helps. No GPU."
+)
 @click.option("--list", "list_kernels", is_flag=True, help="List the kernels and stop. No GPU.")
 @_file_option("json", "everything that was measured, as JSON")
 @_file_option("csv", "one line a candidate and figure, as CSV")
@@ -202,6 +223,9 @@ def bench(
     tune: bool,
     baseline: str | None,
     from_file: str | None,
+    ladder: str | None,
+    rungs: tuple[str, ...],
+    explain: str | None,
     list_kernels: bool,
     json_file: str | None,
     csv_file: str | None,
@@ -223,18 +247,33 @@ def bench(
 
         console.out(kernel_list(manifest.load()))
         return
+    if explain is not None:
+        _refuse(context, "--explain", _given(context) - {"explain", "ladder"})
+        console.out(climb.explanation(explain, ladder))
+        return
     if from_file is not None:
         _refuse(context, "--from", _given(context) - _RENDERING)
     if tune:
         _refuse(context, "--tune", _given(context) & _NOT_TUNING)
+    if ladder is not None:
+        _refuse(context, "--ladder", _given(context) - _CLIMBING)
+    elif rungs:
+        raise click.UsageError("--rung is for --ladder")
     _check_usage(packed, shapes, suite, counts, type_name, scale, kernel)
     targets = _targets(json_file, csv_file, md_file, plot_file)
 
-    from sp24cli.bench.reading import read_result
+    from sp24cli.bench.ladder import LadderResult
+    from sp24cli.bench.reading import read_any, read_result
 
     earlier = None if baseline is None else read_result(baseline)
     if from_file is not None:
-        _write(read_result(from_file), targets, earlier)
+        shown = read_any(from_file)
+        if not isinstance(shown, LadderResult):
+            _write(shown, targets, earlier)
+        elif earlier is not None:
+            raise click.UsageError("--baseline does not go with the result of a ladder")
+        else:
+            _deliver(targets, climb.renderers(shown))
         return
 
     from sp24cli.bench.plan import BenchPlan, plan_file, plan_shapes
@@ -242,6 +281,13 @@ def bench(
     from sp24cli.gpu.device import Device
     from sp24cli.ops.stream import default_workers
 
+    if ladder is not None:
+        settings = Settings(rounds=rounds, noise_limit=noise_limit / 100, seed=seed)
+        climbing = climb.plan(ladder, rungs, shapes, settings, workers or default_workers())
+        found = _climb(climbing, Device.open(), quiet)
+        _deliver(targets, climb.renderers(found))
+        _raise_worst(found.failures)
+        return
     device = Device.open()
     threads = workers or default_workers()
     notes: tuple[str, ...] = ()
@@ -267,10 +313,28 @@ def bench(
         result = _run(plan, device, quiet)
         _write(result, targets, earlier)
         failures = result.failures
+    _raise_worst(failures)
+
+
+def _raise_worst(failures: tuple[Failure, ...]) -> None:
     if failures:
         worst = max(failures, key=lambda failure: failure.exit_code)
         wrong = worst.exit_code == VerificationError.exit_code
         raise (VerificationError if wrong else Sp24Error)(worst.message)
+
+
+def _climb(plan: LadderPlan, device: Device, quiet: bool) -> LadderResult:
+    from sp24cli.bench.ladder import run
+    from sp24cli.gpu.telemetry import Telemetry
+
+    with _progress(quiet) as progress:
+        return run(
+            plan,
+            device,
+            telemetry=Telemetry(device),
+            progress=progress,
+            finished=lambda line: console.log(line, quiet=quiet),
+        )
 
 
 def _run(plan: BenchPlan, device: Device, quiet: bool) -> BenchResult:
@@ -408,12 +472,21 @@ def _write(
 
         return picture(result, kind)
 
+    if not result.cases:
+        # The failures say why there is nothing to draw.
+        targets = [target for target in targets if target[0] not in PLOTS]
+    _deliver(
+        targets, lambda kind: report.table(result, more).encode() if not kind else content(kind)
+    )
+
+
+def _deliver(targets: list[tuple[str, str]], content: Callable[[str], bytes]) -> None:
+    """Write ``content`` of every target's format, and to stdout the table ("") or what was sent
+    there instead."""
     # The table first: should a file not be writable, the numbers are not lost.
     if not any(file == "-" for _, file in targets):
-        console.out(report.table(result, more))
+        console.out(content("").decode())
     for kind, file in targets:
-        if kind in PLOTS and not result.cases:
-            continue  # the failures say why
         if file == "-":
             console.out(content(kind).decode().rstrip("\n"))
         else:

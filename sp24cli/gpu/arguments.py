@@ -11,6 +11,7 @@ from sp24cli.errors import Sp24Error
 from sp24cli.gpu.driver import api
 from sp24cli.kernels.manifest import ArgumentLayout
 
+_SWIZZLE = {0: "NONE", 64: "64B", 128: "128B"}
 _TYPES = {"uint64_t": "<u8", "int64_t": "<i8", "int32_t": "<i4"}
 
 
@@ -33,12 +34,13 @@ def pack_struct(layout: ArgumentLayout, values: dict[str, int]) -> npt.NDArray[A
 
 
 def tensor_map(
-    ptr: int, row_bytes: int, rows: int, pitch: int, box: tuple[int, int]
+    ptr: int, row_bytes: int, rows: int, pitch: int, box: tuple[int, int], swizzle: int = 128
 ) -> npt.NDArray[Any]:
-    """The 128 bytes of a ``CUtensorMap`` over ``rows`` rows of bytes with the 128-byte swizzle.
+    """The 128 bytes of a ``CUtensorMap`` over ``rows`` rows of bytes.
 
-    ``box`` is (bytes, rows). What lies outside the matrix is read as zero. ``ptr`` and ``pitch``
-    are multiples of 16. Source: CUDA driver API, ``cuTensorMapEncodeTiled``.
+    ``box`` is (bytes, rows), ``swizzle`` 128 or 64 bytes, or 0 for none. What lies outside the
+    matrix is read as zero. ``ptr`` and ``pitch`` are multiples of 16. Source: CUDA driver API,
+    ``cuTensorMapEncodeTiled``.
     """
     cu = api()
     status, made = cu.cuTensorMapEncodeTiled(
@@ -50,7 +52,7 @@ def tensor_map(
         [cu.cuuint32_t(box[0]), cu.cuuint32_t(box[1])],
         [cu.cuuint32_t(1), cu.cuuint32_t(1)],
         cu.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        cu.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        getattr(cu.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{_SWIZZLE[swizzle]}"),
         cu.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
         cu.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )

@@ -226,7 +226,7 @@ class Device:
         if entry.smem_bytes:
             attribute = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             check(cu.cuFuncSetAttribute(handle, attribute, entry.smem_bytes))
-        if isinstance(entry, manifest.Entry):
+        if isinstance(entry, (manifest.Entry, manifest.RungEntry)):
             config = cu.CUlaunchConfig()
             config.gridDimX, config.gridDimY, config.gridDimZ = entry.cluster_ctas, 1, 1
             config.blockDimX, config.blockDimY, config.blockDimZ = entry.threads, 1, 1

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from sp24cli.errors import BadInputError, Sp24Error
 from sp24cli.kernels import choices
 from sp24cli.kernels.choices import Measured, Problem, Table
-from sp24cli.kernels.manifest import SUMMATIONS, Entry, load
+from sp24cli.kernels.manifest import SUMMATIONS, Entry, RungEntry, load
 
 if TYPE_CHECKING:
     from sp24cli.gpu.device import Device
@@ -90,7 +90,7 @@ def block_summation(rows: int, block_k: int) -> str:
     )
 
 
-def cta_tiles(entry: Entry, m: int, n: int) -> int:
+def cta_tiles(entry: Entry | RungEntry, m: int, n: int) -> int:
     """CTAs that the tiles of D keep busy once each: whole clusters along M, every part of K."""
     return -(-m // (entry.tile_m * entry.cluster)) * entry.cluster_ctas * -(-n // entry.tile_n)
 

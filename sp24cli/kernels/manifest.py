@@ -123,7 +123,56 @@ class CeilingEntry:
     args: str
 
 
-AnyEntry = Entry | PackEntry | CeilingEntry
+@dataclass(frozen=True)
+class RungEntry:
+    """A rung of the ladder of operand type ``a_type``: a GEMM kernel that is there to be compared.
+
+    ``number`` and ``label`` name it within its ladder, ``changed`` says in a few words what tells
+    it from the main rung before; a ``side`` rung is one that no other builds on. What it reads:
+    ``source`` is how A comes and ``meta`` in what form its metadata (`gpu/ladder.py`); ``box_a``,
+    ``box_b`` and ``box_meta`` are (bytes, rows) of their copies, and the first of ``box_a`` is its
+    swizzle. A kernel that is not ``persistent`` has a CTA a tile. The other fields are those of
+    `Entry`, and the policies of ``cuda/include/sp24/ladder_config.cuh``.
+    """
+
+    name: str
+    fatbin: str
+    a_type: str
+    out_type: str
+    order: str
+    number: int
+    label: str
+    side: bool
+    changed: str
+    source: str
+    meta: str
+    full: str
+    release: str
+    store: str
+    groups: int
+    wait: int
+    persistent: bool
+    raster: bool
+    unroll: int
+    tile_m: int
+    tile_n: int
+    tile_k: int
+    consumers: int
+    cluster: int
+    cluster_ctas: int
+    stages: int
+    threads: int
+    smem_bytes: int
+    box_a: tuple[int, int]
+    box_b: tuple[int, int]
+    box_meta: tuple[int, int]
+    k_multiple: int
+    registers: int
+    local_bytes: int
+    args: str
+
+
+AnyEntry = Entry | PackEntry | CeilingEntry | RungEntry
 
 
 @dataclass(frozen=True)
@@ -133,6 +182,7 @@ class Manifest:
     entries: tuple[Entry, ...]
     pack_entries: tuple[PackEntry, ...]
     ceiling_entries: tuple[CeilingEntry, ...]
+    rungs: tuple[RungEntry, ...]
     args: dict[str, ArgumentLayout]
     fatbins: dict[str, str]
     sources: str
@@ -141,7 +191,7 @@ class Manifest:
     @property
     def everything(self) -> tuple[AnyEntry, ...]:
         """Every kernel of every kind."""
-        return (*self.entries, *self.pack_entries, *self.ceiling_entries)
+        return (*self.entries, *self.pack_entries, *self.ceiling_entries, *self.rungs)
 
     @property
     def sha256(self) -> str:
@@ -166,6 +216,7 @@ def load() -> Manifest:
         ceiling_entries=tuple(
             _entry(CeilingEntry, k) for k in raw["kernels"] if k["kind"] == "ceiling"
         ),
+        rungs=tuple(_entry(RungEntry, k) for k in raw["kernels"] if k["kind"] == "rung"),
         args={
             name: ArgumentLayout(
                 a["tensor_map_bytes"], a["bytes"], tuple((n, t, o) for n, t, o in a["fields"])

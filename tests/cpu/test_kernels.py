@@ -178,6 +178,15 @@ def test_metadata_written_while_its_wgmma_runs_is_found(check: ModuleType) -> No
     assert not listing(check, *alternating)
 
 
+def test_fragments_of_a_written_while_their_wgmma_runs_are_found(check: ModuleType) -> None:
+    gmma = GMMA.replace("gdesc", "R152, gdesc").format("R160")
+    tail = ["WARPGROUP.DEPBAR.LE gsb0, 0x0", "EXIT"]
+    for address, fault in (("R149", 1), ("R148", 0), ("R156", 0), ("R155", 1)):
+        load = f"LDSM.16.M88.4 {address}, [R5]"
+        assert len(listing(check, gmma, load, *tail)) == fault, address
+        assert not listing(check, load, gmma, *tail)
+
+
 def test_local_memory_and_fences_in_the_loop_over_k_are_found(check: ModuleType) -> None:
     loop = ["MEMBAR.ALL.GPU", "@!P0 BRA 0x0", "EXIT"]
     assert listing(check, *loop) == ["k: MEMBAR.ALL.GPU in the loop over K at 0x0"]

@@ -132,6 +132,15 @@ __device__ __forceinline__ uint32_t pack_e4m3(float low, float high) {
   return pair;
 }
 
+// Loads four 8x8 matrices of 16-bit elements: lane l gives the address of row l % 8 of matrix l / 8 and
+// gets four bytes of row l / 4 of each (PTX ISA, "ldmatrix").
+__device__ __forceinline__ void load_matrices(uint32_t (&w)[4], uint32_t row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
+               : "r"(row)
+               : "memory");
+}
+
 // Stores four 8x8 matrices of 16-bit elements, transposed; lane l gives the address of row l % 8 of
 // matrix l / 8 (PTX ISA, "stmatrix").
 __device__ __forceinline__ void store_matrices_transposed(uint32_t row, uint32_t w0, uint32_t w1,
