@@ -157,7 +157,7 @@ __device__ __forceinline__ void consume(const RungArgs& args, uint32_t shared, u
   const bool first_warp = __shfl_sync(0xffffffffu, threadIdx.x % 128 / 32, 0) == 0;
   const uint32_t empty = shared + offsetof(Shared, empty);
   const bool arrives_there = lane < Config::kCluster && lane != cta_rank;
-  const bool arrives_here = (Config::kByWarp && kArrivingLanes == 32) || lane == cta_rank;
+  const bool arrives_here = (Config::kByWarp && kArrivingLanes == 32) || lane == cta_rank;  // racecheck
   const uint32_t there = ptx::map_to_cta(empty, arrives_there ? lane : cta_rank);
   const int epilogue = kBarriers * warpgroup + 1;
   const int has_read = kBarriers * warpgroup + 2, has_landed = kBarriers * warpgroup + 3;
