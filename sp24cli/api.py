@@ -49,11 +49,12 @@ def load(
 def unpack(packed: PackedMatrix, dtype: str = "f32") -> npt.NDArray[Any]:
     """The dense [M, K] of codes times scales, zeros where nothing was kept; bf16, f16, f32, f64.
 
-    The product is taken in float32 and rounded once.
+    In the original's order of columns, without the factors of smoothing (`PackedMatrix.restore`);
+    where there are none of these, the exact product is rounded once.
     """
     if dtype not in _DTYPES:
         raise BadInputError(f"unknown dtype {dtype!r} (known: {', '.join(_DTYPES)})")
-    return packed.original_order(packed.dequantize(_DTYPES[dtype]))
+    return packed.restore(_DTYPES[dtype])
 
 
 def upload(packed: PackedMatrix, device: int = 0) -> SparseWeight:
@@ -61,11 +62,17 @@ def upload(packed: PackedMatrix, device: int = 0) -> SparseWeight:
 
     Raises:
         NoGpuError: no usable Hopper GPU.
-        Sp24Error: scales that no kernel applies (small blocks), or permuted columns.
+        Sp24Error: scales that no kernel applies (small blocks), permuted or smoothed columns.
     """
     if packed.perm is not None:
         # The kernels take the columns as they lie; those of an activation would have to follow.
         raise Sp24Error("a weight with permuted columns cannot be multiplied yet")
+    if packed.smooth is not None:
+        # Or the product would be silently that of other activations.
+        raise Sp24Error(
+            "a weight with smoothed columns cannot be multiplied yet: no kernel divides the "
+            "activations by its factors (X.weight_smooth) before they are quantized"
+        )
     from sp24cli.gpu.device import Device
     from sp24cli.gpu.matmul import SparseWeight
 

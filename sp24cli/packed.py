@@ -10,7 +10,7 @@ from typing import Any, Literal, cast, get_args
 import numpy as np
 
 from sp24cli import layout as sm90
-from sp24cli import metadata, scaling
+from sp24cli import metadata, scaling, smoothing
 from sp24cli.bits import (
     NUMBER_TYPES,
     Array,
@@ -20,6 +20,7 @@ from sp24cli.bits import (
     number_type,
     widen,
 )
+from sp24cli.calibration import AMAX, ScaleRule
 from sp24cli.errors import BadInputError
 from sp24cli.fp8 import Overflow, convert, round_to
 from sp24cli.optypes import BLOCK_ROWS, OperandType, operand_type
@@ -42,6 +43,8 @@ class PackInfo:
     ``shape`` is the logical (M, K), ``source_dtype`` a safetensors name, ``type`` the operand
     type's name, ``pruned`` how sp24 chose the kept values, or that it found them given. With
     ``permuted`` the columns are those of the original in another order, which is a part.
+    ``calibration`` says how the scales were chosen. ``smooth`` is the alpha of the factors that
+    the columns were multiplied by, which are a part (`smoothing`), None where they were not.
     """
 
     shape: tuple[int, int]
@@ -52,6 +55,8 @@ class PackInfo:
     layout: Layout
     overflow: Overflow
     permuted: bool = False
+    calibration: ScaleRule = AMAX
+    smooth: float | None = None
 
     def __post_init__(self) -> None:
         optype = operand_type(self.type)
@@ -62,6 +67,12 @@ class PackInfo:
         if optype.scaled != (self.scale.kind != "none"):
             carries = "needs a" if optype.scaled else "takes no"
             raise BadInputError(f"operand type {self.type!r} {carries} scale")
+        if not optype.scaled and (self.calibration != AMAX or self.smooth is not None):
+            raise BadInputError(f"operand type {self.type!r} takes no calibration or smoothing")
+        if self.calibration.method == "history" and self.scale.kind != "tensor":
+            raise BadInputError("an amax history gives a scale by tensor alone")
+        if self.smooth is not None:
+            smoothing.check_alpha(self.smooth)
         if min(self.shape) < 0 or self.shape[1] % GROUP:
             raise BadInputError(
                 f"shape {list(self.shape)} is not [M, K] with K a multiple of {GROUP}"
@@ -83,9 +94,11 @@ class PackInfo:
                 "meta": (np.dtype(np.uint8), (m, metadata.meta_bytes(k))),
             }
         if self.optype.scaled:
-            parts["scale"] = (np.dtype(np.float32), self.scale.shape(m, k))
+            parts["scale"] = (self.scale.dtype, self.scale.shape(m, k))
         if self.permuted:
             parts["perm"] = (np.dtype(np.int32), (k,))
+        if self.smooth is not None:
+            parts["smooth"] = (np.dtype(np.float32), (k,))
         return parts
 
     def to_json(self) -> dict[str, Any]:
@@ -101,23 +114,28 @@ class PackInfo:
             "layout": self.layout,
             "overflow": self.overflow,
             **({"permuted": True} if self.permuted else {}),
+            **({} if self.calibration == AMAX else {"calibration": self.calibration.text}),
+            **({} if self.smooth is None else {"smooth": self.smooth}),
         }
 
     @classmethod
     def from_json(cls, data: object) -> PackInfo:
         """The info in a JSON object; `BadInputError` names what is missing or not known."""
-        fields = {*cls.__dataclass_fields__, "block"} - {"permuted"}
+        fields = {*cls.__dataclass_fields__, "block"} - _OPTIONAL_FIELDS
         if not isinstance(data, dict):
             raise BadInputError(f"packed tensor is described by {data!r}, not an object")
         if missing := sorted(fields - data.keys()):
             raise BadInputError(f"description of a packed tensor lacks {missing[0]!r}")
-        if unknown := sorted(data.keys() - fields - {"permuted"}):
+        if unknown := sorted(data.keys() - fields - _OPTIONAL_FIELDS):
             raise BadInputError(f"unknown field {unknown[0]!r} in a packed tensor's description")
-        for name in fields - {"shape", "block"}:
+        for name in (fields - {"shape", "block"}) | (data.keys() & {"calibration"}):
             if not isinstance(data[name], str):
                 raise BadInputError(f"field {name!r} is {data[name]!r}, not a string")
         if type(data.get("permuted", False)) is not bool:
             raise BadInputError(f"field 'permuted' is {data['permuted']!r}, not true or false")
+        smooth = data.get("smooth")
+        if "smooth" in data and type(smooth) not in (int, float):
+            raise BadInputError(f"field 'smooth' is {smooth!r}, not a number")
         block = data["block"]
         return cls(
             shape=_pair("shape", data["shape"]),
@@ -128,7 +146,13 @@ class PackInfo:
             layout=cast(Layout, data["layout"]),
             overflow=cast(Overflow, data["overflow"]),
             permuted=data.get("permuted", False),
+            calibration=ScaleRule.parse(data.get("calibration", AMAX.text)),
+            smooth=None if smooth is None else float(smooth),
         )
+
+
+#: Fields that a description has where they are not the default.
+_OPTIONAL_FIELDS = {"permuted", "calibration", "smooth"}
 
 
 def _known(what: str, value: str, names: Iterable[str]) -> None:
@@ -195,10 +219,12 @@ class PackedMatrix:
     """A packed matrix [M, K] and what is known of it.
 
     Layout ``row``: ``values`` [M, K/2] of the operand type and ``meta`` uint8 [M, ceil(K/8)].
-    Layout ``sm90``: ``blocks`` uint8 [Mb, Kb, block_bytes]. ``scale`` is float32 of
+    Layout ``sm90``: ``blocks`` uint8 [Mb, Kb, block_bytes]. ``scale`` is ``info.scale.dtype`` of
     ``info.scale.shape(M, K)``, None for unscaled types. ``perm`` int32 [K] is the order of the
     columns, None where it is the original's: column j of what is stored, and of all results
-    here, is column ``perm[j]`` of the original (see `original_order`).
+    here, is column ``perm[j]`` of the original (see `original_order`). ``smooth`` float32 [K] are
+    the factors of the columns of the original, None where there are none: what is stored, and all
+    results but that of `restore`, is multiplied by them.
     """
 
     info: PackInfo
@@ -207,6 +233,7 @@ class PackedMatrix:
     blocks: Array | None
     scale: Array | None
     perm: Array | None = None
+    smooth: Array | None = None
 
     @classmethod
     def empty(cls, info: PackInfo, scale: Array | None = None) -> PackedMatrix:
@@ -248,6 +275,7 @@ class PackedMatrix:
             None if self.blocks is None else self.blocks[blocks],
             scale,
             self.perm,
+            self.smooth,
         )
 
     def row_order(self, rows: slice = slice(None)) -> tuple[Array, Array]:
@@ -266,15 +294,25 @@ class PackedMatrix:
         info = replace(self.info, layout=layout)
         values, meta = self.row_order()
         if layout == "row":
-            return PackedMatrix(info, values, meta, None, self.scale, self.perm)
+            return PackedMatrix(info, values, meta, None, self.scale, self.perm, self.smooth)
         blocks = sm90.to_sm90(values, meta, self.shape[1], info.optype)
-        return PackedMatrix(info, None, None, blocks, self.scale, self.perm)
+        return PackedMatrix(info, None, None, blocks, self.scale, self.perm, self.smooth)
 
     def original_order(self, dense: Array) -> Array:
         """``dense`` [R, K], whose columns are as stored, with the columns of the original."""
         if self.perm is None:
             return dense
         return permute.apply(dense, permute.inverse(self.perm))
+
+    def restore(self, dtype: Any = np.float32) -> Array:
+        """The dense [M, K] of ``dtype`` in place of the original: `dequantize` in the original's
+        order, the smoothing undone: code * scale / factor, divided in float64, then rounded."""
+        if self.smooth is None:
+            return self.original_order(self.dequantize(dtype))
+        wide = self.original_order(self.dequantize(np.float64))
+        with np.errstate(over="ignore", under="ignore"):
+            wide /= self.smooth.astype(np.float64)
+        return round_to(wide, np.dtype(dtype), self.info.overflow)
 
     def codes(self) -> Array:
         """The dense [M, K] of ``info.optype.dtype``: codes where kept, +0 elsewhere."""
@@ -330,7 +368,7 @@ def pack(
     blocks = pieces(rows, cols, math.lcm(BLOCK_ROWS, spec.row_step))
     if spec.kind != "none":
         largest = run(lambda r: scaling.amax(dense[r], spec), blocks or [slice(0, 0)], workers)
-        scale = scaling.scales_from_amax(scaling.join_amax(largest, spec), optype.max_finite)
+        scale = scaling.make_scales(scaling.join_amax(largest, spec), optype.max_finite, spec)
     packed = PackedMatrix.empty(info, scale)
     stats = run(lambda r: pack_rows(dense[r], packed.rows(r), first_row=r.start), blocks, workers)
     return packed, QuantStats.merge(stats)
@@ -380,6 +418,12 @@ def pack_rows(dense: Array, into: PackedMatrix, *, first_row: int = 0) -> QuantS
             meta[:, -1] &= 0x0F
         _store(codes, meta, into, r, c)
     return QuantStats.merge(stats)
+
+
+def check_rows(dense: Array, *, first_row: int = 0) -> None:
+    """`BadInputError`, as of `pack_rows`, unless the rows are finite and 2:4."""
+    if find_nonfinite(dense) or find_violation(dense):
+        raise _refusal(dense, first_row)
 
 
 def _meta_of_occupancy() -> Array:
@@ -453,7 +497,7 @@ def _store(codes: Array, meta: Array, into: PackedMatrix, r: slice, c: slice) ->
 def check_structure(packed: PackedMatrix) -> str | None:
     """The first fault of ``packed`` in words, or None: shapes, metadata, scales, padding, codes."""
     expected = packed.info.parts()
-    for name in ("values", "meta", "blocks", "scale", "perm"):
+    for name in ("values", "meta", "blocks", "scale", "perm", "smooth"):
         part: Array | None = getattr(packed, name)
         if (part is None) != (name not in expected):
             return f"{name} " + ("missing" if part is None else "does not belong to it")
@@ -468,6 +512,9 @@ def check_structure(packed: PackedMatrix) -> str | None:
             permute.check_order(packed.perm, packed.shape[1])
         except BadInputError as error:
             return str(error)
+    if packed.smooth is not None and (bad := scaling.find_bad(packed.smooth)) is not None:
+        factor = float(packed.smooth[bad])
+        return f"smooth {factor} at {list(bad)} is not positive, normal and finite"
     for r in pieces(*packed.shape, BLOCK_ROWS):
         if fault := _fault_of_rows(packed, r):
             return fault

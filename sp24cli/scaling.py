@@ -2,6 +2,11 @@
 
 A scale is amax / max_finite in float32, floored at the smallest normal float32; a zero
 tensor, row or block gets 1. No scale is ever zero, subnormal, NaN or infinite.
+
+Kind ``mx`` has the blocks and the scales (E8M0, powers of two) of the OCP Microscaling Formats
+specification 1.0, but rounds up: the least power of two with amax / scale <= max_finite. The
+specification's own 2^(floor(log2 amax) - emax) is half of that where amax is more than
+max_finite / 2^emax (1.75 for E4M3) times a power of two, and lets such values saturate.
 """
 
 from __future__ import annotations
@@ -9,8 +14,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal, cast, get_args
+from math import frexp
+from typing import Any, Literal, cast, get_args
 
+import ml_dtypes
 import numpy as np
 
 from sp24cli.bits import (
@@ -25,16 +32,27 @@ from sp24cli.errors import BadInputError
 from sp24cli.rowblocks import tiles
 from sp24cli.sparsity import GROUP
 
-ScaleKind = Literal["none", "tensor", "vector", "block"]
+ScaleKind = Literal["none", "tensor", "vector", "block", "mx"]
+
+#: The logical K of one sparse 8-bit wgmma.
+WGMMA_K = 64
+#: Rows x columns under one scale of kind ``mx``.
+MX_BLOCK = (1, 32)
 
 _F32 = np.finfo(np.float32)
+_F32_TYPE = np.dtype(np.float32)
+_E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
+#: Code e of E8M0 is 2^(e - 127). 2^-127 is no normal float32, and 0xFF is NaN.
+_E8M0_BIAS = 127
+_LEAST_POWER, _MOST_POWER = -126, 127
 
 
 @dataclass(frozen=True)
 class ScaleSpec:
     """What one scale covers: nothing (``none``), the tensor, a row, or ``block`` = (bm, bk).
 
-    ``block`` is rows by logical columns, the columns a multiple of 4; None for other kinds.
+    ``block`` is rows by logical columns, the columns a multiple of 4; `MX_BLOCK` for ``mx``,
+    None for other kinds.
     """
 
     kind: ScaleKind
@@ -45,19 +63,24 @@ class ScaleSpec:
             raise BadInputError(
                 f"unknown scale kind {self.kind!r} (known: {', '.join(get_args(ScaleKind))})"
             )
-        if (self.kind == "block") != (self.block is not None):
-            needs = "needs a" if self.kind == "block" else "takes no"
+        blocked = self.kind in ("block", "mx")
+        if blocked != (self.block is not None):
+            needs = "needs a" if blocked else "takes no"
             raise BadInputError(f"scale kind {self.kind!r} {needs} block size")
         if self.block is not None and (min(self.block) < 1 or self.block[1] % GROUP):
             bm, bk = self.block
             raise BadInputError(
                 f"scale block {bm}x{bk}: both sides must be positive, columns a multiple of {GROUP}"
             )
+        if self.kind == "mx" and self.block != MX_BLOCK:
+            bm, bk = cast(tuple[int, int], self.block)
+            raise BadInputError(f"scale block {bm}x{bk}: kind 'mx' has 1x32")
 
     @classmethod
     def parse(cls, kind: str, block_text: str | None = None) -> ScaleSpec:
-        """The spec of ``kind`` with a block written ``ROWSxCOLUMNS``, as in ``128x128``."""
-        block = None
+        """The spec of ``kind`` with a block written ``ROWSxCOLUMNS``, as in ``128x128``; that of
+        ``mx`` may be left out."""
+        block = MX_BLOCK if kind == "mx" else None
         if block_text is not None:
             sides = block_text.lower().split("x")
             if len(sides) != 2 or not all(s.isascii() and s.isdigit() for s in sides):
@@ -75,6 +98,17 @@ class ScaleSpec:
             return (rows, 1)
         bm, bk = cast(tuple[int, int], self.block)
         return (-(-rows // bm), -(-k // bk))
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """In what scales are stored: float32, or E8M0 for ``mx``."""
+        return _E8M0 if self.kind == "mx" else _F32_TYPE
+
+    @property
+    def is_small(self) -> bool:
+        """Whether a scale changes within the K of one 8-bit wgmma, which then cannot sum its
+        products: weights are widened first, and multiplied by 16-bit activations."""
+        return self.block is not None and self.block[1] % WGMMA_K != 0
 
     @property
     def row_step(self) -> int:
@@ -139,6 +173,31 @@ def scales_from_amax(largest: Array, max_finite: float) -> Array:
     return scale.astype(np.float32)
 
 
+def make_scales(largest: Array, max_finite: float, spec: ScaleSpec) -> Array:
+    """The scales of ``spec.dtype`` that take ``largest`` (finite, >= 0) to at most about
+    ``max_finite``: `scales_from_amax`, or for ``mx`` the next power of two upward."""
+    if spec.kind != "mx":
+        return scales_from_amax(largest, max_finite)
+    # Exact: amax = m 2^x and max_finite = n 2^y, m and n in [1/2, 1).
+    m, x = np.frexp(largest.astype(np.float64))
+    n, y = frexp(max_finite)
+    return powers(np.where(largest == 0, 0, x - y + (m > n)))
+
+
+def powers(exponents: Array) -> Array:
+    """2^exponents as E8M0, those out of the range of normal float32 brought into it."""
+    code = np.clip(exponents, _LEAST_POWER, _MOST_POWER) + _E8M0_BIAS
+    return code.astype(np.uint8).view(_E8M0)
+
+
+def scale_values(scale: Array) -> Array:
+    """Stored scales as float32, exactly."""
+    return _E8M0_VALUES.take(scale.view(np.uint8)) if scale.dtype == _E8M0 else scale
+
+
+_E8M0_VALUES = np.arange(256, dtype=np.uint8).view(_E8M0).astype(np.float32)
+
+
 def quotient(values: Array, scale: Array) -> Array:
     """``values / scale``, broadcast: one IEEE division in float32 (float64 for float64)."""
     wide = widen(values)
@@ -159,12 +218,15 @@ def expand(scale: Array | None, spec: ScaleSpec, rows: slice, cols: slice) -> Ar
     if spec.block is None:
         return scale.reshape(-1, 1) if spec.kind == "tensor" else scale[rows]
     bm, bk = spec.block
-    across = scale.take(np.arange(cols.start, cols.stop, 2) // bk, axis=1)
-    return across.take(np.arange(rows.start, rows.stop) // bm, axis=0)
+    bits = scale.view(np.uint8) if scale.dtype == _E8M0 else scale
+    across = bits.take(np.arange(cols.start, cols.stop, 2) // bk, axis=1)
+    found = across.take(np.arange(rows.start, rows.stop) // bm, axis=0)
+    return _E8M0_VALUES.take(found) if scale.dtype == _E8M0 else found
 
 
 def find_bad(scale: Array) -> tuple[int, ...] | None:
     """Index of the first scale that is not a positive, normal, finite float32, or None."""
+    scale = scale_values(scale)
     bad = ~((scale >= _F32.tiny) & (scale <= _F32.max))
     if not bad.any():
         return None

@@ -1,8 +1,9 @@
 """Packed tensors in a safetensors file: how they are named, described and found.
 
 ``X.weight`` becomes ``X.weight_values`` and ``X.weight_meta`` (layout ``row``) or
-``X.weight_blocks`` (layout ``sm90``), with ``X.weight_scale`` where the type is scaled. The
-file's ``__metadata__`` says of each what it was.
+``X.weight_blocks`` (layout ``sm90``), with ``X.weight_scale`` where the type is scaled, and
+``X.weight_perm`` or ``X.weight_smooth`` where its columns were moved or multiplied. The file's
+``__metadata__`` says of each what it was.
 """
 
 from __future__ import annotations
@@ -121,6 +122,7 @@ class PackedFile(Closing):
             blocks=arrays.get("blocks"),
             scale=arrays.get("scale"),
             perm=arrays.get("perm"),
+            smooth=arrays.get("smooth"),
         )
 
     def drop_cache(self, name: str) -> None:

@@ -6,8 +6,11 @@ from pathlib import Path
 
 import click
 
+from sp24cli.calibration import AMAX, HistoryPick
+from sp24cli.calibration import Method as ScaleMethod
 from sp24cli.checkpoint.names import Selection
 from sp24cli.cli import console
+from sp24cli.cli.calibrating import make_calibration, scale_choice_options
 from sp24cli.cli.choosing import make_choice, method_option, norms_option, permute_option
 from sp24cli.cli.options import (
     dequantize_option,
@@ -45,14 +48,16 @@ from sp24cli.scaling import ScaleSpec
 )
 @click.option(
     "--scale",
-    type=click.Choice(["tensor", "vector", "block"]),
-    help="One scale a tensor, a row, or a block. Needed for e4m3; f16 and bf16 have none.",
+    type=click.Choice(["tensor", "vector", "block", "mx"]),
+    help="One scale a tensor, a row, a block, or 32 columns of a row (mx: a power of two, rounded "
+    "up, stored as E8M0). Needed for e4m3; f16 and bf16 have none.",
 )
 @click.option(
     "--block",
     metavar="RxC",
     help="The size of a block, rows x columns (default: 128x128). Only with --scale block.",
 )
+@scale_choice_options
 @click.option(
     "--overflow",
     type=click.Choice(["satfinite", "nan"]),
@@ -87,6 +92,12 @@ def quantize(
     type_name: str,
     scale: str | None,
     block: str | None,
+    calibrate: ScaleMethod | None,
+    percentile: float | None,
+    amax_history: Path | None,
+    amax_compute: HistoryPick | None,
+    smooth: Path | None,
+    alpha: float | None,
     overflow: Overflow,
     layout: Layout,
     prune: bool,
@@ -113,6 +124,16 @@ def quantize(
     """
     optype = OPERAND_TYPES[type_name]
     spec = _scale_spec(optype, scale, block)
+    calibration = make_calibration(
+        spec,
+        overflow,
+        calibrate=calibrate,
+        percentile=percentile,
+        history=amax_history,
+        pick=amax_compute,
+        smooth=smooth,
+        alpha=alpha,
+    )
     if not prune and (method != "magnitude" or permute):
         raise click.UsageError("--method and --permute go with --prune only")
     choice = make_choice(method, norms=activation_norms, permute=permute)
@@ -128,6 +149,7 @@ def quantize(
             layout=layout,
             prune=prune,
             choice=choice,
+            calibration=calibration,
             selection=Selection(include, exclude, experts),
             dequantize_fp8=DENSE_TYPES[dequantize_fp8] if dequantize_fp8 else None,
             histograms=report is not None,
@@ -149,7 +171,7 @@ def _scale_spec(optype: OperandType, kind: str | None, block: str | None) -> Sca
             raise click.UsageError(f"--type {optype.name} has no scale; leave out --scale")
         return ScaleSpec.parse("none", None)
     if kind is None:
-        raise click.UsageError(f"--type {optype.name} needs --scale tensor, vector or block")
+        raise click.UsageError(f"--type {optype.name} needs --scale tensor, vector, block or mx")
     if kind != "block" and block is not None:
         raise click.UsageError("--block goes with --scale block only")
     try:
@@ -181,6 +203,10 @@ def _print(done: Done[QuantizeReport], *, quiet: bool) -> None:
     console.out()
     count = f"{len(report.tensors)} of {len(report.tensors) + len(report.skipped)} tensors"
     scale = "" if report.scale == "none" else f", scale by {report.scale}"
+    if report.calibration != AMAX.text:
+        scale += f" ({report.calibration})"
+    if report.smooth is not None:
+        scale += f", smoothed with alpha {report.smooth:g}"
     console.out(f"packed {count} as {report.type}{scale}, layout {report.layout}")
     console.wrote(report.output, report.output_bytes, before=report.source_bytes)
     console.nothing_selected(not report.tensors, quiet=quiet)

@@ -22,6 +22,19 @@ from sp24cli.verify.file import DeviceChoice
     help="The file or folder that PACKED was made from, before or after pruning.",
 )
 @click.option(
+    "--amax-history",
+    metavar="FILE",
+    type=PATH,
+    help="With --against: the history that scales were taken from, to prove these too.",
+)
+@click.option(
+    "--smooth",
+    metavar="FILE",
+    type=PATH,
+    help="With --against: the amax of the activations that columns were smoothed by, to prove "
+    "the factors too.",
+)
+@click.option(
     "--device",
     type=click.Choice(["auto", "cpu", "cuda"]),
     default="auto",
@@ -35,6 +48,8 @@ from sp24cli.verify.file import DeviceChoice
 def verify(
     source: Path,
     against: Path | None,
+    amax_history: Path | None,
+    smooth: Path | None,
     device: DeviceChoice,
     seed: int,
     workers: int | None,
@@ -51,9 +66,18 @@ def verify(
 
     PACKED and DENSE are safetensors files or whole checkpoints, folders of shards with an index.
     """
+    if against is None and (amax_history is not None or smooth is not None):
+        raise click.UsageError("--amax-history and --smooth go with --against only")
     with console.progress("verify", quiet=quiet) as progress:
         report = verify_file(
-            source, against, device=device, seed=seed, workers=workers, progress=progress
+            source,
+            against,
+            history=amax_history,
+            activations=smooth,
+            device=device,
+            seed=seed,
+            workers=workers,
+            progress=progress,
         )
     if as_json:
         console.out_json(report.to_json())

@@ -326,8 +326,8 @@ class ForeignFile(PackedWeights):
         # The origin is believed where it can be true of what is here.
         if origin is not None and (origin.shape, origin.type) == (info.shape, info.type):
             stored = () if scale is None else scale.entry.shape
-            if origin.scale.shape(*shape) == stored:
-                info = replace(origin, layout="row", permuted=False)
+            if origin.scale.shape(*shape) == stored and origin.scale.kind != "mx":
+                info = replace(origin, layout="row", permuted=False, smooth=None)
         self.packed[name] = info
 
     def _origin_name(self, stem: str) -> str:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from sp24cli.calibration import AMAX
 from sp24cli.checkpoint.packedfile import VERSION
 from sp24cli.formats.dequantized import shard_paths
 from sp24cli.formats.scales import FP8_DTYPES
@@ -150,7 +151,7 @@ def _dense_config(config: dict[str, Any], report: Any) -> dict[str, Any]:
 
 
 def _packed_config(config: dict[str, Any], report: QuantizeReport) -> dict[str, Any]:
-    described = {
+    described: dict[str, Any] = {
         "quant_method": QUANT_METHOD,
         "version": VERSION,
         "type": report.type,
@@ -158,6 +159,10 @@ def _packed_config(config: dict[str, Any], report: QuantizeReport) -> dict[str, 
         "layout": report.layout,
         "overflow": report.overflow,
     }
+    if report.calibration != AMAX.text:
+        described["calibration"] = report.calibration
+    if report.smooth is not None:
+        described["smooth"] = report.smooth
     if CONFIG_KEY in config:
         described["original"] = config[CONFIG_KEY]
     return {**config, CONFIG_KEY: described}

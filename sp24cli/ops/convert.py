@@ -32,7 +32,7 @@ from sp24cli.optypes import BLOCK_ROWS
 from sp24cli.packed import Layout, PackedMatrix, PackInfo
 
 #: Parts that are not cut by rows.
-_WHOLE = ("scale", "perm")
+_WHOLE = ("scale", "perm", "smooth")
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,11 @@ def _parts(weights: PackedWeights, name: str, info: PackInfo, format: str) -> li
     rows, columns = info.shape
     dtype = info.optype.safetensors
     where = f"{label(weights.file.path)}: tensor {quote(name)}"
-    if info.permuted and (format == BITMASK or info.scale.kind == "block"):
+    if info.scale.kind == "mx":
+        raise BadInputError(f"{where}: has MX scales (E8M0), which {format} cannot say")
+    if info.smooth is not None:
+        raise BadInputError(f"{where}: has its columns smoothed, which {format} cannot say")
+    if info.permuted and (format == BITMASK or info.scale.block is not None):
         raise BadInputError(f"{where}: has its columns permuted, which {format} cannot say")
     scale = [
         (part, kind, shape)
@@ -205,6 +209,8 @@ def _convert(
         sink.write(f"{name}_scale", scale)
     if info.permuted and format == SP24:
         sink.write(f"{name}_perm", weights.file.array(f"{name}_perm"))
+    if info.smooth is not None and format == SP24:
+        sink.write(f"{name}_smooth", weights.file.array(f"{name}_smooth"))
 
     def convert(start: int, stop: int) -> dict[str, Array]:
         band = weights.rows(name, slice(start, stop))

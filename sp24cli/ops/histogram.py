@@ -7,6 +7,7 @@ import numpy as np
 
 from sp24cli.bits import Array
 from sp24cli.packed import PackedMatrix
+from sp24cli.scaling import scale_values
 
 #: Exponents of two that E4M3 has: bin i counts magnitudes from 2^(LEAST + i) to twice that.
 LEAST, MOST = -9, 8
@@ -28,7 +29,8 @@ class Spread:
     def add(self, band: PackedMatrix) -> None:
         """Take some rows into account."""
         if band.scale is not None and band.scale.size:
-            least, most = float(band.scale.min()), float(band.scale.max())
+            scale = scale_values(band.scale)
+            least, most = float(scale.min()), float(scale.max())
             self.scale_min = least if self.scale_min is None else min(self.scale_min, least)
             self.scale_max = most if self.scale_max is None else max(self.scale_max, most)
         if self._wanted:

@@ -34,7 +34,8 @@ class PlainTensor:
 
 @dataclass(frozen=True)
 class PackedTensor:
-    """A packed weight; ``bytes`` are those of all its parts, ``dense_bytes`` what it had been."""
+    """A packed weight; ``bytes`` are those of all its parts, ``dense_bytes`` what it had been.
+    ``smooth`` is the alpha of its factors, None where it has none."""
 
     name: str
     shape: tuple[int, ...]
@@ -45,6 +46,8 @@ class PackedTensor:
     pruned: str
     layout: str
     overflow: str
+    calibration: str
+    smooth: float | None
     bytes: int
     dense_bytes: int
 
@@ -104,6 +107,8 @@ def _packed_tensor(packed: PackedFile, name: str) -> PackedTensor:
         pruned=info.pruned,
         layout=info.layout,
         overflow=info.overflow,
+        calibration=info.calibration.text,
+        smooth=info.smooth,
         bytes=sum(packed.file.entry(f"{name}_{part}").nbytes for part in info.parts()),
         dense_bytes=rows * columns * NUMBER_TYPES[info.source_dtype].dtype.itemsize,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,16 @@ from sp24cli.checkpoint.reader import SafetensorsFile
 from sp24cli.errors import BadInputError
 from sp24cli.formats.dequantized import open_dense
 from sp24cli.fp8 import Overflow
+from sp24cli.ops.calibrate import Calibration, Calibrator
 from sp24cli.ops.choose import Choice, Chooser
 from sp24cli.ops.histogram import Spread
-from sp24cli.ops.pack import Arrangement, pack_bands, tensor_scale
+from sp24cli.ops.pack import (
+    Arrangement,
+    pack_bands,
+    scale_passes,
+    smooth_factors,
+    tensor_scale,
+)
 from sp24cli.ops.plan import Sink, copy_tensor, make_plan, open_sink
 from sp24cli.ops.report import Skipped, document, scale_text, share
 from sp24cli.ops.stream import Meter, Progress, default_workers
@@ -56,12 +63,18 @@ class QuantizedTensor:
 
 @dataclass(frozen=True)
 class QuantizeReport:
-    """What `quantize_file` did. ``output`` is None after a dry run."""
+    """What `quantize_file` did. ``output`` is None after a dry run.
+
+    ``calibration`` says how the scales were chosen, ``smooth`` the alpha of the columns' factors,
+    None where they have none.
+    """
 
     source: str
     output: str | None
     type: str
     scale: str
+    calibration: str
+    smooth: float | None
     layout: str
     overflow: str
     pruned: str
@@ -84,6 +97,7 @@ def quantize_file(
     layout: Layout = "row",
     prune: bool = False,
     choice: Choice | None = None,
+    calibration: Calibration | None = None,
     selection: Selection | None = None,
     dequantize_fp8: str | None = None,
     siblings: Sequence[Path] = (),
@@ -96,10 +110,11 @@ def quantize_file(
 
     ``prune`` makes them 2:4 first, as ``choice`` says (2:4 alone, by magnitude or wanda, whose
     kept values are those of the file); without it they must be, in the order of
-    ``X.weight_perm`` where the file has that. ``output`` None is a
-    dry run: all is read and measured, nothing written. Memory holds a few row bands; a scale by
-    tensor reads each tensor twice. The result does not depend on ``workers`` (None: one a CPU,
-    at most 8).
+    ``X.weight_perm`` where the file has that. ``calibration`` says how the scales are chosen,
+    and what of the activations moves into the weights (smoothing, after pruning; scaled types
+    alone). ``output`` None is a dry run: all is read and measured, nothing written. Memory holds
+    a few row bands; a scale by tensor reads each tensor twice or more (`scale_passes`). The
+    result does not depend on ``workers`` (None: one a CPU, at most 8).
 
     ``dequantize_fp8`` ("BF16", "F16", "F32") takes the FP8 weights too, as code * scale rounded
     once to that dtype; their scales go. ``siblings`` are the other files of a checkpoint, where
@@ -108,12 +123,14 @@ def quantize_file(
 
     Raises:
         BadInputError: a malformed or packed file; in a selected weight NaN or infinity (with
-            row and column) or more than two nonzeros in a group (with row and group).
+            row and column) or more than two nonzeros in a group (with row and group); what
+            `Calibrator` refuses.
         Sp24Error: the output may not or cannot be written.
     """
     workers = workers or default_workers()
     selection = selection or Selection()
     choice = choice or Choice()
+    calibration = calibration or Calibration()
     if choice.pattern != TWO_OF_FOUR or choice.method == "sparsegpt":
         raise ValueError("only 2:4 with the values of the file can be packed at once")
     pruned: Pruned = choice.method if prune else "given"
@@ -121,6 +138,11 @@ def quantize_file(
         file = stack.enter_context(open_dense(source, selection, dequantize_fp8, siblings))
         plan = make_plan(file, selection)
         chooser = stack.enter_context(Chooser(choice if prune else Choice(), file, plan.chosen))
+        calibrator = stack.enter_context(
+            Calibrator(
+                calibration.history, calibration.activations, plan.chosen, calibration.rule.pick
+            )
+        )
         permuted = {e.name for e in plan.chosen if chooser.permuted(e)}
         orders = {f"{name}_perm" for name in permuted}
         skipped = tuple(item for item in plan.skipped if item.name not in orders)
@@ -134,21 +156,31 @@ def quantize_file(
                 layout=layout,
                 overflow=overflow,
                 permuted=e.name in permuted,
+                calibration=calibration.rule,
+                smooth=calibration.smooth,
             )
             for e in plan.chosen
         }
         entries = _output_entries(source, skipped, infos)
-        passes = 2 if spec.kind == "tensor" else 1
         meter = Meter(
             sum(e.nbytes for e in file.header.entries)
-            + (passes - 1) * sum(e.nbytes for e in plan.chosen),
+            + sum(scale_passes(infos[e.name]) * e.nbytes for e in plan.chosen),
             progress,
         )
         metadata = merge_metadata(file.metadata, infos, file.stacks)
         with open_sink(output, entries, metadata, source=source, overwrite=overwrite) as sink:
             tensors = tuple(
                 _quantize_tensor(
-                    file, e, infos[e.name], chooser, sink, meter, prune, histograms, workers
+                    file,
+                    e,
+                    infos[e.name],
+                    chooser,
+                    calibrator,
+                    sink,
+                    meter,
+                    prune,
+                    histograms,
+                    workers,
                 )
                 for e in plan.chosen
             )
@@ -159,6 +191,8 @@ def quantize_file(
             output=None if output is None else str(output),
             type=optype.name,
             scale=scale_text(spec),
+            calibration=calibration.rule.text,
+            smooth=calibration.smooth,
             layout=layout,
             overflow=overflow,
             pruned=pruned,
@@ -190,6 +224,7 @@ def _quantize_tensor(
     entry: TensorEntry,
     info: PackInfo,
     chooser: Chooser,
+    calibrator: Calibrator,
     sink: Sink,
     meter: Meter,
     prune: bool,
@@ -202,12 +237,21 @@ def _quantize_tensor(
     arrange = None
     if how.order is not None or how.method == "wanda":
         arrange = Arrangement(how.order, lambda start, dense: how.prune(dense))
-    scale = tensor_scale(file, name, info, workers=workers, arrange=arrange)
+    activations = calibrator.activations(entry)
+    if activations is not None:
+        smooth = smooth_factors(
+            file, name, info, activations, prune=prune, workers=workers, arrange=arrange
+        )
+        sink.write(f"{name}_smooth", smooth)
+        arrange = replace(arrange or Arrangement(), smooth=smooth)
+    scale = calibrator.scale(name, info)
+    if scale is None:
+        scale = tensor_scale(file, name, info, prune=prune, workers=workers, arrange=arrange)
     if how.order is not None:
         sink.write(f"{name}_perm", how.order)
     if scale is not None:
         sink.write(f"{name}_scale", scale)
-        meter.add(entry.nbytes)
+    meter.add(scale_passes(info) * entry.nbytes)
     stats: list[QuantStats] = []
     spread = Spread(histogram=histograms)
     totals: list[float] = []

@@ -24,7 +24,9 @@ class Skipped:
 
 def scale_text(spec: ScaleSpec) -> str:
     """A kind of scale as tables and reports name it."""
-    return spec.kind if spec.block is None else f"{spec.kind} {spec.block[0]}x{spec.block[1]}"
+    if spec.block is None or spec.kind == "mx":
+        return spec.kind
+    return f"{spec.kind} {spec.block[0]}x{spec.block[1]}"
 
 
 def parse_scale(text: str) -> ScaleSpec:

@@ -14,6 +14,7 @@ from sp24cli.ops.plan import Sink, copy_tensor, open_sink, tensor_label
 from sp24cli.ops.report import document, scale_text
 from sp24cli.ops.stream import Meter, Progress, bands, default_workers, map_bands
 from sp24cli.pruning import permute
+from sp24cli.scaling import find_bad
 
 #: What a dense weight can become, by the name a user gives: safetensors dtypes.
 DENSE_TYPES = {"bf16": "BF16", "f16": "F16", "f32": "F32"}
@@ -59,7 +60,8 @@ def unpack_file(
     A value is code * scale rounded once to ``dtype`` ("bf16", "f16", "f32"; None: what the
     original was, f32 for f64). With ``codes`` the weight is the codes themselves, and
     ``X.weight_scale`` stays beside ``X.weight``. Permuted columns go back to their places;
-    ``X.weight_perm`` stays beside the weight, which is 2:4 in that order.
+    ``X.weight_perm`` stays beside the weight, which is 2:4 in that order. The factors of smoothed
+    columns are divided by (`PackedMatrix.restore`); of ``codes``, ``X.weight_smooth`` stays beside.
 
     Raises:
         BadInputError: not a packed file, or one that this version does not know.
@@ -78,8 +80,10 @@ def unpack_file(
             )
             if codes and info.optype.scaled:
                 entries.append(file.entry(f"{name}_scale").spec)
+            if codes and info.smooth is not None:
+                entries.append(file.entry(f"{name}_smooth").spec)
             if info.permuted:
-                if codes and info.scale.kind == "block":
+                if codes and info.scale.block is not None:
                     raise BadInputError(
                         f"{tensor_label(file, name)}: is permuted: in the order of the original "
                         "no block scales go with its codes"
@@ -97,6 +101,8 @@ def unpack_file(
             for tensor in tensors:
                 if codes and packed.packed[tensor.name].optype.scaled:
                     copy_tensor(file, f"{tensor.name}_scale", sink, meter)
+                if codes and packed.packed[tensor.name].smooth is not None:
+                    copy_tensor(file, f"{tensor.name}_smooth", sink, meter)
                 if packed.packed[tensor.name].permuted:
                     copy_tensor(file, f"{tensor.name}_perm", sink, meter)
                 _unpack_tensor(packed, tensor, sink, codes, workers)
@@ -104,7 +110,7 @@ def unpack_file(
                     sum(
                         file.entry(f"{tensor.name}_{part}").nbytes
                         for part in packed.packed[tensor.name].parts()
-                        if not (codes and part == "scale") and part != "perm"
+                        if not (codes and part in ("scale", "smooth")) and part != "perm"
                     )
                 )
             for entry in packed.others:
@@ -135,12 +141,17 @@ def _unpack_tensor(
             permute.check_order(matrix.perm, matrix.shape[1])
         except BadInputError as fault:
             raise BadInputError(f"{tensor_label(packed.file, tensor.name)}: {fault}") from fault
+    if matrix.smooth is not None and (bad := find_bad(matrix.smooth)) is not None:
+        raise BadInputError(
+            f"{tensor_label(packed.file, f'{tensor.name}_smooth')}: factor {matrix.smooth[bad]} at "
+            f"{list(bad)} is not positive, normal and finite"
+        )
     rows, columns = matrix.shape
     dtype = DTYPES[tensor.dtype].numpy
 
     def unpack(start: int, stop: int) -> Array:
         band = matrix.rows(slice(start, stop))
-        return band.original_order(band.codes() if codes else band.dequantize(dtype))
+        return band.original_order(band.codes()) if codes else band.restore(dtype)
 
     for dense in map_bands(
         unpack, bands(rows, columns, multiple=matrix.row_step), columns, workers

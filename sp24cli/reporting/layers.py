@@ -132,6 +132,8 @@ def summarize(report: PruneReport | QuantizeReport) -> Summary:
         facts = [
             ("type", report.type),
             ("scale", report.scale),
+            *(() if report.scale == "none" else (("calibration", report.calibration),)),
+            *(() if report.smooth is None else (("smoothed, alpha", str(report.smooth)),)),
             ("pruned", report.pruned),
             ("overflow", report.overflow),
             ("layout", report.layout),

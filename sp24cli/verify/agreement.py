@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
@@ -10,23 +11,32 @@ from sp24cli import metadata
 from sp24cli.bits import Array, contiguous_bits
 from sp24cli.checkpoint.header import label, quote
 from sp24cli.checkpoint.reader import SafetensorsFile
-from sp24cli.ops.pack import Arrangement, pack_bands, tensor_scale
+from sp24cli.ops.calibrate import Calibrator
+from sp24cli.ops.pack import Arrangement, pack_bands, smooth_factors, tensor_scale
 from sp24cli.ops.plan import is_24
 from sp24cli.packed import PackedMatrix
+from sp24cli.scaling import find_bad
 from sp24cli.verify.result import Agreement
 
 
 def compare_packing(
-    stored: PackedMatrix, original: SafetensorsFile, name: str, *, workers: int
+    stored: PackedMatrix,
+    original: SafetensorsFile,
+    name: str,
+    *,
+    calibrator: Calibrator | None = None,
+    workers: int,
 ) -> Agreement:
     """Pack the original's tensor ``name`` as ``stored.info`` says, compare all of its parts.
 
     The original may be pruned or not: pruning by magnitude leaves a 2:4 matrix as it is, and
     indices come from the source values either way. Columns are taken in the stored order.
     What wanda chose is not known here: of a dense original, the kept places are taken as stored.
+    Scales are chosen again, but those of an amax history and the factors of smoothed columns are
+    taken as stored unless ``calibrator`` has what they come from.
 
     Raises:
-        BadInputError: the original's tensor holds NaN or infinity.
+        BadInputError: the original's tensor holds NaN or infinity, or what `Calibrator` refuses.
     """
     info = stored.info
     entry = original.header.by_name.get(name)
@@ -37,11 +47,39 @@ def compare_packing(
             f"the original is {entry.dtype} {list(entry.shape)}, "
             f"packed from {info.source_dtype} {list(info.shape)}"
         )
-    arrange = Arrangement(stored.perm) if stored.perm is not None else None
-    chosen = info.pruned == "wanda" and not is_24(original, entry, stored.perm)
+    for factors in (stored.scale, stored.smooth):
+        if factors is not None and find_bad(factors) is not None:
+            return Agreement("its scales or factors can be none")
+    given = info.pruned == "magnitude" or is_24(original, entry, stored.perm)
+    chosen = info.pruned == "wanda" and not given
+    arrange = None
+    if stored.perm is not None or stored.smooth is not None or chosen:
+        arrange = Arrangement(stored.perm, _keep_as(stored) if chosen else None, stored.smooth)
+    notes = []
     if chosen:
-        arrange = Arrangement(stored.perm, _keep_as(stored))
-    scale = tensor_scale(original, name, info, workers=workers, arrange=arrange)
+        notes.append(f"pruned by {info.pruned}; compared with the mask as it is")
+    elif info.pruned == "given" and not given:
+        notes.append("the original is not 2:4; pruned by magnitude to compare")
+    if stored.smooth is not None:
+        activations = None if calibrator is None else calibrator.activations(entry)
+        if activations is None:
+            notes.append("smooth factors taken as stored")
+        else:
+            plain = None if arrange is None else replace(arrange, smooth=None)
+            made = smooth_factors(
+                original, name, info, activations, prune=True, workers=workers, arrange=plain
+            )
+            place = _first(stored.smooth.view(np.uint32) != made.view(np.uint32))
+            if place is not None:
+                found, want = float(stored.smooth[place]), float(made[place])
+                return Agreement(f"smooth at {list(place)} is {found!r}, recomputed {want!r}")
+    if info.calibration.method == "history":
+        scale = None if calibrator is None else calibrator.scale(name, info)
+        if scale is None:
+            notes.append("scales of an amax history taken as stored")
+            scale = stored.scale
+    else:
+        scale = tensor_scale(original, name, info, prune=True, workers=workers, arrange=arrange)
     for band in pack_bands(
         original, name, info, scale, prune=True, workers=workers, arrange=arrange
     ):
@@ -49,11 +87,7 @@ def compare_packing(
         fault = _first_difference(part, band.packed, band.start, info.scale.row_step)
         if fault is not None:
             return Agreement(fault)
-    if chosen:
-        return Agreement(None, f"pruned by {info.pruned}; compared with the mask as it is")
-    if info.pruned == "given" and not is_24(original, entry, stored.perm):
-        return Agreement(None, "the original is not 2:4; pruned by magnitude to compare")
-    return Agreement(None)
+    return Agreement(None, "; ".join(notes))
 
 
 def _keep_as(stored: PackedMatrix) -> Callable[[int, Array], Array]:
@@ -80,7 +114,8 @@ def _first_difference(
 ) -> str | None:
     """In words what differs first between two bands that begin at ``first_row``."""
     if stored.scale is not None and made.scale is not None:
-        place = _first(contiguous_bits(stored.scale) != contiguous_bits(made.scale))
+        raw = np.dtype(f"u{stored.scale.itemsize}")
+        place = _first(stored.scale.view(raw) != made.scale.view(raw))
         if place is not None:
             index = list(place)
             found, want = float(stored.scale[place]), float(made.scale[place])

@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import ml_dtypes
 import numpy as np
 
 from sp24cli import layout
 from sp24cli.bits import Array, widen
-from sp24cli.fp8 import convert
+from sp24cli.fp8 import Overflow, convert
 from sp24cli.ops.stream import bands, map_bands
+from sp24cli.optypes import OPERAND_TYPES
 from sp24cli.packed import PackedMatrix
-from sp24cli.reference import f32_bound, product
+from sp24cli.reference import f32_bound, product, widened, widened_product
 from sp24cli.verify.compare import Comparison
 from sp24cli.verify.result import NumericsResult
 
 #: Rows of the random activations. Every weight takes part in as many sums.
 TOKENS = 32
+#: What 8-bit weights with small blocks are widened to.
+_WIDENED = ("bf16", "f16")
 
 
 def verify_matrix(packed: PackedMatrix, seed: int, *, workers: int = 1) -> NumericsResult:
-    """Check all of ``packed`` by two products, every element compared.
+    """Check all of ``packed`` by its products, every element compared.
 
     The block image is decoded lane by lane as the tensor core reads it, row order is turned
     into the image first. "product" multiplies by random activations of the operand type in
     float32 against float64 on the dequantized weights; "identity" multiplies by the identity,
-    which must give every dequantized weight exactly.
+    which must give every dequantized weight exactly. An 8-bit weight with small blocks is
+    widened to bf16 and f16 as well: "bf16 product" multiplies that by activations of the type,
+    "bf16 identity" must give every widened weight exactly.
     """
     rows, columns = packed.shape
     info = packed.info
@@ -31,10 +39,12 @@ def verify_matrix(packed: PackedMatrix, seed: int, *, workers: int = 1) -> Numer
     random = np.random.default_rng(seed)
     tokens = random.standard_normal((TOKENS, columns), np.float32)
     activations = convert(tokens, optype)
+    wide = info.scale.is_small and optype.itemsize == 1
+    narrow = {n: convert(tokens, OPERAND_TYPES[n]) for n in (_WIDENED if wide else ())}
     b = widen(activations).T
     largest_token = float(np.abs(b).max(initial=0))
 
-    def multiply(start: int, stop: int) -> tuple[int, Array, Array, Array, Array, Array]:
+    def multiply(start: int, stop: int) -> tuple[int, dict[str, tuple[Array, Array, Array]]]:
         band = packed.rows(slice(start, stop))
         image = band.to_layout("sm90").blocks
         assert image is not None
@@ -42,7 +52,7 @@ def verify_matrix(packed: PackedMatrix, seed: int, *, workers: int = 1) -> Numer
         a = _dense(widen(codes), first, second)
         factor = _factor(band)
         with np.errstate(invalid="ignore", over="ignore", under="ignore"):
-            if info.scale.kind == "block":
+            if info.scale.block is not None:
                 # A scale that varies along K cannot wait for the end of the sum.
                 a *= factor
                 d, read_back = a @ b, a
@@ -53,19 +63,28 @@ def verify_matrix(packed: PackedMatrix, seed: int, *, workers: int = 1) -> Numer
         # Scales and activations are what meets a product after it was rounded.
         magnified = max(float(factor.max(initial=0)), largest_token)
         bound = f32_bound(sizes, columns // 2, magnified)
-        return start, d, want, bound, read_back, exact
+        done = {"product": (d, want, bound), "identity": (read_back, exact, np.zeros(()))}
+        for name, x in narrow.items():
+            w = _narrowed(a, x.dtype, info.overflow)
+            want, sizes = widened_product(band, x)
+            with np.errstate(invalid="ignore", over="ignore", under="ignore"):
+                d = w @ widen(x).T
+            done[f"{name} product"] = d, want, f32_bound(sizes, columns // 2)
+            done[f"{name} identity"] = w, widen(widened(band, x.dtype)), np.zeros(())
+        return start, done
 
-    by_random, by_identity = Comparison("product"), Comparison("identity")
+    checks = ["product", "identity"]
+    checks += [f"{name} {what}" for name in narrow for what in ("product", "identity")]
+    comparisons = {name: Comparison(name) for name in checks}
     ranges = bands(rows, columns, multiple=packed.row_step)
     # In float64, and dense: four times what packing takes.
-    done = map_bands(multiply, ranges, columns, workers, share=4)
-    for start, d, want, bound, read_back, exact in done:
-        by_random.add(d, want, bound, first_row=start)
-        by_identity.add(read_back, exact, 0.0, first_row=start)
-    return NumericsResult("cpu", (by_random.check(), by_identity.check()))
+    for start, done in map_bands(multiply, ranges, columns, workers, share=4):
+        for name, (got, want, bound) in done.items():
+            comparisons[name].add(got, want, bound, first_row=start)
+    return NumericsResult("cpu", tuple(c.check() for c in comparisons.values()))
 
 
-# Both of these are apart from the code that packs and dequantizes, so that each checks the other.
+# These are apart from the code that packs and dequantizes, so that each checks the other.
 
 
 def _factor(packed: PackedMatrix) -> Array:
@@ -76,6 +95,8 @@ def _factor(packed: PackedMatrix) -> Array:
     block = packed.info.scale.block
     if block is None:
         return scale.reshape(-1, 1)
+    if packed.info.scale.kind == "mx":
+        scale = np.ldexp(np.float32(1), scale.view(np.uint8).astype(np.int32) - 127)
     rows, columns = packed.shape
     by_row = np.repeat(scale, block[0], axis=0)[:rows]
     return np.repeat(by_row, block[1], axis=1)[:, :columns]
@@ -88,3 +109,12 @@ def _dense(kept: Array, first: Array, second: Array) -> Array:
     pairs = np.stack([first, second], axis=2).astype(np.intp)
     np.put_along_axis(dense, pairs, kept.reshape(rows, groups, 2), axis=2)
     return dense.reshape(rows, 4 * groups)
+
+
+def _narrowed(products: Array, dtype: np.dtype[Any], overflow: Overflow) -> Array:
+    """float32 rounded to a 16-bit ``dtype``, as float32 again."""
+    if overflow == "satfinite":
+        most = float(ml_dtypes.finfo(dtype).max)
+        products = np.clip(products, -most, most)
+    with np.errstate(invalid="ignore", over="ignore", under="ignore"):
+        return products.astype(dtype).astype(np.float32)

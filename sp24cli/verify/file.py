@@ -16,6 +16,7 @@ from sp24cli.checkpoint.reader import SafetensorsFile
 from sp24cli.checkpoint.sharded import open_tensors
 from sp24cli.errors import BadInputError, NoGpuError, Sp24Error
 from sp24cli.formats.dequantized import DequantizedFile
+from sp24cli.ops.calibrate import Calibrator
 from sp24cli.ops.report import scale_text
 from sp24cli.ops.stream import Meter, Progress, bands, default_workers, map_bands
 from sp24cli.packed import PackedMatrix, check_structure
@@ -33,6 +34,8 @@ def verify_file(
     path: Path,
     against: Path | None = None,
     *,
+    history: Path | None = None,
+    activations: Path | None = None,
     device: DeviceChoice = "auto",
     seed: int = 0,
     workers: int | None = None,
@@ -42,8 +45,10 @@ def verify_file(
 
     Structure: parts, legal index pairs, scales, padding. Agreement, with ``against``: mask,
     codes and scales recomputed from the dense original (pruned or not) bit for bit, and all
-    other tensors byte for byte. Numerics: the product of each weight on ``device``, every
-    element (see `cpu.verify_matrix`); not run for a tensor whose structure is wrong.
+    other tensors byte for byte; scales of an amax history and the factors of smoothed columns,
+    too, if ``history`` and ``activations`` are the files that they come from. Numerics: the
+    product of each weight on ``device``, every element (see `cpu.verify_matrix`); not run for a
+    tensor whose structure is wrong.
 
     Raises:
         BadInputError: a file that cannot be read, or ``path`` is not a packed one.
@@ -52,19 +57,22 @@ def verify_file(
     workers = workers or default_workers()
     with ExitStack() as stack:
         packed = stack.enter_context(PackedFile(path))
-        original = None
+        original = calibrator = None
         if against is not None:
             original = stack.enter_context(open_tensors(against))
             if any(is_packed(part.metadata) for part in original.parts()):
                 raise BadInputError(f"{label(against)}: is packed; --against takes the dense file")
             original = DequantizedFile(original, lambda entry: _source_dtype(packed, entry))
             known = original.header.by_name
+            calibrator = stack.enter_context(Calibrator(history, activations))
             original.split(n for n in packed.stacks if n in known and len(known[n].shape) == 3)
         numerics, used, note = _choose_device(device, workers)
         meter = Meter(sum(entry.nbytes for entry in packed.file.header.entries), progress)
         verdicts = []
         for name in packed.packed:
-            verdicts.append(_verify_tensor(packed, name, original, numerics, seed, workers))
+            verdicts.append(
+                _verify_tensor(packed, name, original, calibrator, numerics, seed, workers)
+            )
             packed.drop_cache(name)
             parts = packed.packed[name].parts()
             meter.add(sum(packed.file.entry(f"{name}_{part}").nbytes for part in parts))
@@ -127,6 +135,7 @@ def _verify_tensor(
     packed: PackedFile,
     name: str,
     original: SafetensorsFile | None,
+    calibrator: Calibrator | None,
     numerics: _Numerics,
     seed: int,
     workers: int,
@@ -135,7 +144,7 @@ def _verify_tensor(
     structure = _structure(matrix, workers)
     agreement = None
     if original is not None:
-        agreement = compare_packing(matrix, original, name, workers=workers)
+        agreement = compare_packing(matrix, original, name, calibrator=calibrator, workers=workers)
     info = matrix.info
     return TensorVerdict(
         name=name,

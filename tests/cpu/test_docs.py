@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
@@ -52,7 +53,8 @@ def test_the_readme_knows_every_exit_code() -> None:
 @pytest.mark.parametrize("layout", ["row", "sm90"])
 def test_the_readme_knows_every_part_of_a_packed_tensor(layout: str) -> None:
     info = PackInfo((64, 128), "BF16", "e4m3", ScaleSpec("vector"), "given", layout, "satfinite")
-    for part, dtype, _ in part_entries("X.weight", info):
+    whole = replace(info, scale=ScaleSpec.parse("mx"), permuted=True, smooth=0.5)
+    for part, dtype, _ in [*part_entries("X.weight", info), *part_entries("X.weight", whole)]:
         assert re.search(rf"^\| `{re.escape(part)}` \| [^|]*{dtype}", README, re.MULTILINE), part
 
 

@@ -272,3 +272,35 @@ def test_types_that_are_not_converted() -> None:
         to_e4m3(np.ones(3, np.complex64))
     with pytest.raises(BadInputError, match="not rounded to I8"):
         round_to(np.ones(3, np.float32), np.dtype(np.int8))
+
+
+@pytest.mark.parametrize(
+    ("convert", "dtype"),
+    [(to_e4m3, ml_dtypes.float8_e4m3fn), (to_e5m2, ml_dtypes.float8_e5m2)],
+)
+def test_packed_pairs_and_quads_are_the_codes_in_order(convert: Any, dtype: Any) -> None:
+    """PTX's x2 and x4: element i in bits 8i to 8i + 7 of a word, as bytes lie in memory."""
+    codes = convert(np.array([1.0, -2.0, 0.5, 448.0, -0.0, 3.0, 1e9, -1e9], np.float32))
+    assert codes.dtype == dtype
+    flat = codes.view(np.uint8).tolist()
+    for count, word in ((2, "<u2"), (4, "<u4")):
+        packed = codes.view(word).tolist()
+        want = [
+            sum(code << 8 * i for i, code in enumerate(flat[start : start + count]))
+            for start in range(0, 8, count)
+        ]
+        assert packed == want
+
+
+@pytest.mark.parametrize("source", [np.float64, np.float32, np.float16, ml_dtypes.bfloat16])
+def test_both_modes_at_the_end_of_e4m3(source: Any) -> None:
+    """464, half way to what would be next, is the last that rounds down."""
+    values = np.array([448, 464, -464, 480, -480, 6e4, np.inf, -np.inf, np.nan], source)
+    finite = to_e4m3(values, overflow="satfinite").view(np.uint8).tolist()
+    assert finite == [0x7E, 0x7E, 0xFE, 0x7E, 0xFE, 0x7E, 0x7E, 0xFE, 0x7F]
+    whole = to_e4m3(values, overflow="nan").view(np.uint8).tolist()
+    assert whole == [0x7E, 0x7E, 0xFE] + [0x7F] * 6  # NaN has no sign, as in PTX
+    if source != ml_dtypes.bfloat16:
+        beyond = np.nextafter(source(464), source(np.inf))
+        assert to_e4m3(np.array([beyond]), overflow="nan").view(np.uint8).tolist() == [0x7F]
+        assert to_e4m3(np.array([beyond])).view(np.uint8).tolist() == [0x7E]

@@ -22,6 +22,7 @@ LAYERS = (
     ("sparsity", "metadata", "fp8"),
     ("pruning",),
     ("scaling", "layout"),
+    ("calibration", "smoothing"),
     ("packed",),
     ("reference",),
     ("checkpoint",),

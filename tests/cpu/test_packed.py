@@ -27,16 +27,17 @@ from sp24cli.packed import (
     pack_rows,
 )
 from sp24cli.rowblocks import row_slices
-from sp24cli.scaling import ScaleSpec, amax, scales_from_amax
+from sp24cli.scaling import ScaleSpec, amax, make_scales
 from sp24cli.sparsity import keep_indices, prune_24
 
 E4M3 = OPERAND_TYPES["e4m3"]
 NONE, TENSOR, VECTOR = ScaleSpec("none"), ScaleSpec("tensor"), ScaleSpec("vector")
 BLOCK = ScaleSpec("block", (48, 20))
+MX = ScaleSpec("mx", (1, 32))
 CASES: list[tuple[OperandType, ScaleSpec]] = [
     (t, s)
     for t in OPERAND_TYPES.values()
-    for s in ([TENSOR, VECTOR, BLOCK] if t.scaled else [NONE])
+    for s in ([TENSOR, VECTOR, BLOCK, MX] if t.scaled else [NONE])
 ]
 every_case = pytest.mark.parametrize(
     ("optype", "spec"), CASES, ids=[f"{t.name}-{s.kind}" for t, s in CASES]
@@ -83,11 +84,11 @@ def test_pack_by_definition(
     wide = dense.astype(np.float64 if source == np.float64 else np.float32)
     scale = np.ones((rows, cols), wide.dtype)
     if spec.kind != "none":
-        assert packed.scale.tolist() == scales_from_amax(amax(dense, spec), 448.0).tolist()
-        height, width = {"tensor": (rows, cols), "vector": (1, cols), "block": spec.block}[
-            spec.kind
-        ]
-        of_blocks = packed.scale.reshape(-(-rows // height), -(-cols // width))
+        want_scale = make_scales(amax(dense, spec), optype.max_finite, spec)
+        assert packed.scale.dtype == want_scale.dtype == spec.dtype
+        assert packed.scale.tolist() == want_scale.tolist()
+        height, width = spec.block or {"tensor": (rows, cols), "vector": (1, cols)}[spec.kind]
+        of_blocks = packed.scale.astype(np.float32).reshape(-(-rows // height), -(-cols // width))
         scale = np.repeat(np.repeat(of_blocks, height, 0)[:rows], width, 1)[:, :cols]
     quotient = np.clip(wide / scale.astype(wide.dtype), -optype.max_finite, optype.max_finite)
     if source == np.float64:
@@ -296,7 +297,7 @@ def test_row_blocks_can_be_packed_one_by_one(
     whole, whole_stats = pack(dense, optype, spec, layout=layout)
     step = whole.row_step
     assert step == (192 if spec is BLOCK else 64)
-    tensor_scale = scales_from_amax(amax(dense, TENSOR), optype.max_finite)
+    tensor_scale = make_scales(amax(dense, TENSOR), optype.max_finite, TENSOR)
     written: dict[str, list[bytes]] = {}
     stats = []
     for r in row_slices(500, step):
@@ -306,7 +307,7 @@ def test_row_blocks_can_be_packed_one_by_one(
         if spec.kind == "tensor":
             scale = tensor_scale
         elif optype.scaled:
-            scale = scales_from_amax(amax(rows, spec), optype.max_finite)
+            scale = make_scales(amax(rows, spec), optype.max_finite, spec)
         into = PackedMatrix.empty(info, scale)
         stats.append(pack_rows(rows, into, first_row=r.start))
         of_whole = whole.rows(r)
@@ -488,7 +489,8 @@ def test_info_as_json() -> None:
     [
         ("layout", "sm100", "unknown layout 'sm100'"),
         ("type", "e2m1", "unknown operand type 'e2m1'"),
-        ("scale", "mx", "unknown scale kind 'mx'"),
+        ("scale", "mxfp4", "unknown scale kind 'mxfp4'"),
+        ("scale", "mx", "48x20: kind 'mx' has 1x32"),
         ("scale", "none", "'none' takes no block size"),
         ("pruned", "lottery", "unknown pruning 'lottery'"),
         ("overflow", "wrap", "unknown overflow mode 'wrap'"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any
 
 import ml_dtypes
@@ -17,13 +18,18 @@ from sp24cli.scaling import (
     expand,
     find_bad,
     join_amax,
+    make_scales,
+    powers,
     quotient,
+    scale_values,
     scales_from_amax,
 )
 from sp24cli.sparsity import prune_24
 
 NONE, TENSOR, VECTOR = ScaleSpec("none"), ScaleSpec("tensor"), ScaleSpec("vector")
-SPECS = [NONE, TENSOR, VECTOR, *(ScaleSpec("block", b) for b in [(1, 4), (3, 20), (128, 128)])]
+MX = ScaleSpec.parse("mx")
+BLOCKS = [(1, 4), (3, 20), (1, 128), (16, 16), (32, 32), (128, 128)]
+SPECS = [NONE, TENSOR, VECTOR, *(ScaleSpec("block", b) for b in BLOCKS), MX]
 every_spec = pytest.mark.parametrize("spec", SPECS, ids=str)
 
 TINY = np.finfo(np.float32).tiny
@@ -59,6 +65,7 @@ def random_weights(kind: NumberType, rows: int, cols: int) -> np.ndarray:
         (VECTOR, (130, 1)),
         (ScaleSpec("block", (128, 128)), (2, 5)),
         (ScaleSpec("block", (1, 516)), (130, 1)),
+        (MX, (130, 17)),
     ],
 )
 def test_shapes(spec: ScaleSpec, shape: tuple[int, ...]) -> None:
@@ -69,6 +76,7 @@ def test_parse() -> None:
     assert ScaleSpec.parse("tensor") == TENSOR
     assert ScaleSpec.parse("block", "16x128") == ScaleSpec("block", (16, 128))
     assert ScaleSpec.parse("block", "16X128") == ScaleSpec("block", (16, 128))
+    assert ScaleSpec.parse("mx") == ScaleSpec.parse("mx", "1x32") == ScaleSpec("mx", (1, 32))
 
 
 @pytest.mark.parametrize(
@@ -84,6 +92,7 @@ def test_parse() -> None:
         ("block", "0x4", "both sides must be positive"),
         ("block", "4x0", "both sides must be positive"),
         ("block", "128x130", "columns a multiple of 4"),
+        ("mx", "16x32", "16x32: kind 'mx' has 1x32"),
     ],
 )
 def test_parse_refuses(kind: str, text: str | None, words: str) -> None:
@@ -210,6 +219,8 @@ def test_expand_gives_every_kept_value_the_scale_of_its_block(
     want = np.ones((70, 516), np.float32)
     if spec.kind != "none":
         scale = np.arange(1, 1 + np.prod(shape), dtype=np.float32).reshape(shape)
+        if spec.kind == "mx":
+            scale = powers(np.arange(np.prod(shape)) % 200 - 100).reshape(shape)
         for place, covered in blocks_of(spec, 70, 516).items():
             want[covered] = scale[place]
     size = rows.stop - rows.start, (cols.stop - cols.start) // 2
@@ -218,3 +229,61 @@ def test_expand_gives_every_kept_value_the_scale_of_its_block(
     # Both kept values of a group take the scale of the group's first column.
     np.testing.assert_array_equal(got[:, 0::2], want[tile][:, 0::4])
     np.testing.assert_array_equal(got[:, 1::2], want[tile][:, 0::4])
+
+
+E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
+
+
+def least_power(largest: float, max_finite: float) -> float:
+    """The least 2^e, e in -126 to 127, with largest <= max_finite * 2^e, by trying them all."""
+    if largest == 0:
+        return 1.0
+    fits = [
+        e for e in range(-126, 128) if Fraction(largest) <= Fraction(max_finite) * Fraction(2) ** e
+    ]
+    return 2.0 ** (fits[0] if fits else 127)
+
+
+@pytest.mark.parametrize("max_finite", [448.0, 57344.0, 127.0])
+@pytest.mark.parametrize("source", [np.float32, np.float64])
+def test_mx_scales_are_the_least_powers_that_overflow_nothing(
+    max_finite: float, source: Any
+) -> None:
+    edges = [m * 2.0**e for m in (448.0, 57344.0, 127.0) for e in (-100, -1, 0, 1, 90)]
+    edges += [float(np.nextafter(source(e), source(to))) for e in edges for to in (0, np.inf)]
+    wide = [1e-45, 1e-40, TINY, 3e38] + ([5e-324, 1e39, 1e300] if source == np.float64 else [])
+    spread = np.random.default_rng(0).lognormal(0, 20, 200).astype(source).tolist()
+    largest = np.array([0, *edges, *wide, *spread], source)
+    scale = make_scales(largest, max_finite, MX)
+    assert scale.dtype == E8M0
+    assert find_bad(scale) is None
+    want = [least_power(float(a), max_finite) for a in largest]
+    assert scale_values(scale).tolist() == want
+    held = largest < 1e38
+    quotients = largest[held].astype(np.float64) / np.array(want)[held]
+    assert (quotients <= max_finite).all()
+
+
+def test_mx_rounds_up_where_the_standard_rounds_down() -> None:
+    """OCP MX 1.0, section 6.3: 2^(floor(log2 amax) - 8) for E4M3."""
+    largest = np.array([1.0, 1.5, 1.75, np.nextafter(1.75, 2), 1.99, 2.0])
+    ours = scale_values(make_scales(largest, 448.0, MX))
+    standard = 2.0 ** (np.floor(np.log2(largest)) - 8)
+    assert (ours / standard).tolist() == [1, 1, 1, 2, 2, 1]
+    assert (largest / ours <= 448).all()
+    assert (largest / standard > 448).tolist() == [False, False, False, True, True, False]
+
+
+def test_what_e8m0_cannot_say_is_no_scale() -> None:
+    codes = np.array([[1, 127], [254, 1]], np.uint8).view(E8M0)
+    assert find_bad(codes) is None
+    for bad in (0, 255):  # 2^-127, which is no normal float32, and NaN
+        changed = codes.copy()
+        changed.view(np.uint8)[1, 0] = bad
+        assert find_bad(changed) == (1, 0)
+    every = np.arange(256, dtype=np.uint8).view(E8M0)
+    assert scale_values(every)[:255].tolist() == [2.0 ** (e - 127) for e in range(255)]
+    assert np.isnan(scale_values(every)[255])
+    assert powers(np.array([-500, -126, 0, 127, 500])).view(np.uint8).tolist() == [
+        1, 1, 127, 254, 254
+    ]  # fmt: skip

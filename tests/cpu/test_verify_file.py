@@ -22,6 +22,9 @@ SPECS = {
     "tensor": ScaleSpec("tensor"),
     "vector": ScaleSpec("vector"),
     "block": ScaleSpec("block", (32, 8)),
+    "1x128": ScaleSpec("block", (1, 128)),
+    "16x16": ScaleSpec("block", (16, 16)),
+    "mx": ScaleSpec("mx", (1, 32)),
     "f16": ScaleSpec("none"),
     "bf16": ScaleSpec("none"),
 }
@@ -75,9 +78,20 @@ def test_what_quantize_writes_is_right(
         assert verdict.agreement.passed
         assert ("not 2:4" in verdict.agreement.note) == (against == "dense" and not prune)
         assert verdict.numerics is not None
-        assert [check.name for check in verdict.numerics.checks] == ["product", "identity"]
-        by_random, by_identity = verdict.numerics.checks
-        assert 0 < by_random.max_error <= by_random.bound
+        by_random, by_identity, *widened = verdict.numerics.checks
+        assert [by_random.name, by_identity.name] == ["product", "identity"]
+        # 1x128 has its scales in the main loop; smaller blocks have them in the weight.
+        if kind in ("block", "16x16", "mx"):
+            assert [check.name for check in widened] == [
+                f"{name} {what}" for name in ("bf16", "f16") for what in ("product", "identity")
+            ]
+            assert all(0 < check.max_error <= check.bound for check in widened[::2])
+            assert all(check.max_error == 0 for check in widened[1::2])
+        else:
+            assert not widened
+        # With powers of two as scales, products of FP8 add up to few bits, and exactly.
+        assert (by_random.max_error > 0) == (kind != "mx")
+        assert by_random.max_error <= by_random.bound
         assert by_identity.max_error == 0
         assert report.passed_through == 1
 
@@ -290,8 +304,8 @@ def test_a_wrong_decoder_is_caught(kind: str, what: str, monkeypatch: pytest.Mon
 
         def wrong_factor(band: PackedMatrix) -> Array:
             scale = np.broadcast_to(factor(band), (150, 84)).copy()
-            scale[5] *= np.float32(1.001)
-            return scale if kind == "block" else scale[:, :1]
+            scale[5] *= np.float32(1.01)  # more than half an ulp of bf16
+            return scale[:, :1] if SPECS[kind].block is None else scale
 
         monkeypatch.setattr(cpu, "_factor", wrong_factor)
     else:
@@ -396,7 +410,7 @@ def test_a_gpu_runs_all_but_small_blocks(
     if kind == "block":
         assert numerics.device == "cpu"
         assert numerics.note.startswith("not run on the GPU: scales that change every 8 of K need")
-        assert len(numerics.checks) == 2
+        assert len(numerics.checks) == 6
     else:
         assert numerics.device == "Fake H200"
         assert not numerics.note
