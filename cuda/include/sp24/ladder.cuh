@@ -24,9 +24,9 @@ __device__ __forceinline__ int k_tiles(const RungArgs& args) {
   return (args.gemm.k_blocks + Config::kPanels - 1) / Config::kPanels;
 }
 
-// One thread. Order: a stage is written again only after empty[stage] has completed, which takes an
-// arrival for every warp of every CTA that the write reaches, made after the wait for the wgmmas
-// that read the stage and after its metadata was loaded (see `consume`). An arrival at this CTA
+// One thread. Order: a stage is written again only after empty[stage] has completed, which takes
+// arrivals that speak for every warp of every CTA that the write reaches, made after the wait for the
+// wgmmas that read the stage and after its metadata was loaded (see `consume`). An arrival at this CTA
 // releases and the wait here acquires; B, which alone is also written for other CTAs, is read by
 // wgmmas alone, so that arrivals there may be relaxed, as body.cuh says. The bytes are published by
 // the copies' complete_tx on full[stage] (and full_meta[stage]), which consumers acquire.
@@ -226,8 +226,8 @@ __device__ __forceinline__ void consume(const RungArgs& args, uint32_t shared, u
     if constexpr (Config::kSource == Source::registers) {
 #pragma unroll
       for (int s = 0; s < kSteps; ++s)
-        ptx::load_matrices(fragments[s], matrices + ring.stage * kStageA +
-                                              (((2 * s + chunk) ^ turn) << 4));
+        ptx::load_matrices(fragments[s],
+                           matrices + ring.stage * kStageA + (((2 * s + chunk) ^ turn) << 4));
     }
     ptx::wgmma_fence();
 #pragma unroll
@@ -237,10 +237,11 @@ __device__ __forceinline__ void consume(const RungArgs& args, uint32_t shared, u
       const uint64_t b = desc_b + (s / 2 * kPanelB + s % 2 * 64 >> 4);
       const uint32_t onto = s == 0 ? accumulate : 1;
       if constexpr (Config::kSource == Source::registers) {
+        using Mma = ptx::WgmmaSpRegisters<Operand>;
         if (s % 2 == 0)
-          ptx::WgmmaSpRegisters<Operand>::template issue<0>(acc, fragments[s], b, words.word[s], onto);
+          Mma::template issue<0>(acc, fragments[s], b, words.word[s], onto);
         else
-          ptx::WgmmaSpRegisters<Operand>::template issue<kOdd>(acc, fragments[s], b, words.word[s], onto);
+          Mma::template issue<kOdd>(acc, fragments[s], b, words.word[s], onto);
       } else {
         using Mma = ptx::WgmmaSp<Operand, Config::kTileN>;
         if (s % 2 == 0)
