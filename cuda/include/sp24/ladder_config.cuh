@@ -61,6 +61,7 @@ struct RungConfig {
   static constexpr ladder::Store kStore = kStore_;
   static constexpr int kUnroll = kUnroll_;  // of the loop over K, at least what kWait needs
 
+  static constexpr bool kScaledInLoop = false;
   static constexpr int kStoredN = kTileN;  // K is not split
   using StoredSums = float[kStoredN / 2];
 
