@@ -166,9 +166,11 @@ class Judge:
         """Another kernel of ours on the same operands, after `ours`: every element in bounds, and
         in every copy the bits of ``same``, or of its own first. The first check, and the output.
 
-        `VerificationError` if it is wrong.
+        `VerificationError` if it is wrong. Not for scales that change along K.
         """
-        assert self._reference is not None
+        # Without a product of its own, the verified output of `ours` stands in.
+        reference = self._peers_reference if self._reference is None else self._reference
+        assert reference is not None and not self._in_sum
         operands.poison()
         self._device.synchronize()
         for slot in range(operands.slots):
@@ -180,7 +182,7 @@ class Judge:
             compare(
                 "all elements",
                 output,
-                self._reference,
+                reference,
                 row_scale,
                 column_scale,
                 self._limits,

@@ -24,6 +24,7 @@ from sp24cli.gpu.device import Device
 from sp24cli.gpu.ladder import FORMS
 from sp24cli.kernels import manifest
 from sp24cli.kernels.manifest import RungEntry
+from sp24cli.verify.result import Check
 from tests.cpu.benchdevice import SETTINGS, KernelPlan, Weight, simulate
 
 ROOT = Path(__file__).parents[2]
@@ -61,6 +62,9 @@ RUNGS = (
 )
 #: Microseconds of the simulated rungs; the chosen kernel takes 10.
 TIMES = {"baseline": 40.0, "meta_copied": 32.0, "a_from_registers": 36.0, "pipelined": 20.0}
+
+
+EXACT = Check("exact integers", True, 0.0, 0.0, 0.0)
 
 
 class RungWeight:
@@ -228,6 +232,13 @@ class TestRun:
         assert re.search(r"rung meta_copied: .*row 77, column 5", failure.message)
         assert failure.exit_code == 3
         assert "no figures: rung meta_copied" in ladderview.table(result)
+
+    def test_without_a_float64_product_the_chosen_kernel_stands_in(self, device, monkeypatch):
+        monkeypatch.setattr("sp24cli.bench.judge.CPU_FLOPS", 0.0)
+        monkeypatch.setattr("sp24cli.bench.judge.Judge.exact", lambda *_: EXACT)
+        result = climb(device)
+        assert (len(result.rows), result.failures) == (5, ())
+        assert result.reference == "exact integers by Freivalds' test"
 
     def test_a_last_bit_that_differs_is_seen(self, device):
         def nudge(got, n):
