@@ -76,13 +76,14 @@ struct GemmConfig {
   static constexpr bool kScaledInLoop = Accumulate::kScales != LoopScales::none;
   static constexpr int kUnits = Accumulate::kSteps == 1 ? 2 : 1;
   static constexpr int kSlotScales =
-      kTileN + (Accumulate::kScales == LoopScales::block ? kConsumers : kTileM);
+      kTileN + (Accumulate::kScales == LoopScales::block ? 4 : kTileM);  // of A: kConsumers or kTileM
   static constexpr int kScaleSlotBytes = kSlotScales * 4;
   // Arrivals that fill a stage: the producer's, and of the two warps that bring scales each lane's.
   static constexpr int kFills = 1 + (kScaledInLoop ? 2 * 32 : 0);
   // Logical K of a piece of the sum; 0 where the tensor cores keep all of it.
   static constexpr int kPromoteK = Accumulate::kSteps * kTileK / 2;
 
+  static_assert(kScaleSlotBytes % 16 == 0, "scales of columns are read by 16 bytes");
   static_assert(kConsumers == 2, "232 registers a consumer thread and 40 a producer's fill the SM");
   static_assert(kTileN % 8 == 0 && kTileN <= 256, "what wgmma multiplies");
   static_assert(kStoredN == 8 || kStoredN % 16 == 0, "an epilogue chunk is 16 columns wide");
@@ -98,7 +99,7 @@ struct GemmConfig {
     float scales[kConsumers][2][kStoredN + 2 * kBlockRows];  // see TileScales
     uint64_t full[kStages];
     uint64_t empty[kStages];
-    alignas(8) float loop_scales[kStages][kUnits][kScaledInLoop ? kSlotScales : 2];
+    alignas(16) float loop_scales[kStages][kUnits][kScaledInLoop ? kSlotScales : 4];
     ExchangeShared<kConsumers, kSplit, kStoredN / 8> exchange;
   };
   static constexpr uint32_t kStageBytes = sizeof(Shared::b) / kStages + sizeof(Shared::a) / kStages;

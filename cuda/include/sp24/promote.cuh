@@ -49,7 +49,7 @@ struct PromotedSum {
 
   __device__ __forceinline__ PromotedSum(uint32_t shared, int warpgroup) {
     const int lane = threadIdx.x % 32;
-    columns0 = shared + offsetof(Shared, loop_scales) + 8 * (lane % 4);
+    columns0 = shared + offsetof(Shared, loop_scales) + 16 * (lane % 4);
     rows0 = shared + offsetof(Shared, loop_scales) + 4 * Config::kTileN +
             4 * (kBlock ? warpgroup : static_cast<int>(threadIdx.x) / 32 * 16 + lane / 4);
   }
@@ -198,14 +198,27 @@ struct PromotedSum {
     } else {
       const float row[2] = {ptx::load_shared<float>(rows0 + slot),
                             kBlock ? 0.0f : ptx::load_shared<float>(rows0 + slot + 32)};
+      // This lane's columns of 16 lie side by side (see load_scales).
+      constexpr int kColumns = kHalfN % 16 == 0 ? 16 : 8;
 #pragma unroll
-      for (int j = 0; j < kHalfN / 8; ++j) {
-        float2 col = ptx::load_shared<float2>(columns0 + slot + (half * kHalfN + 8 * j) * 4);
-        if constexpr (kBlock) col.x *= row[0], col.y *= row[0];
+      for (int n = 0; n < kHalfN; n += kColumns) {
+        float col[4];
+        if constexpr (kColumns == 16) {
+          const float4 four = ptx::load_shared<float4>(columns0 + slot + (half * kHalfN + n) * 4);
+          col[0] = four.x, col[1] = four.y, col[2] = four.z, col[3] = four.w;
+        } else {
+          const float2 two = ptx::load_shared<float2>(columns0 + slot + half * 8);
+          col[0] = two.x, col[1] = two.y;
+        }
 #pragma unroll
-        for (int i = 4 * j; i < 4 * j + 4; ++i) {
-          const float value = kBlock ? part[half][i] : part[half][i] * row[i / 2 % 2];
-          to[i] = fmaf(value, i % 2 ? col.y : col.x, to[i]);
+        for (int c = 0; c < kColumns / 4; ++c) {
+          if constexpr (kBlock) col[c] *= row[0];
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            const int i = n / 2 + 4 * (c / 2) + 2 * h + c % 2;
+            const float value = kBlock ? part[half][i] : part[half][i] * row[h];
+            to[i] = fmaf(value, col[c], to[i]);
+          }
         }
       }
     }
@@ -241,7 +254,11 @@ __device__ __forceinline__ void load_scales(const GemmArgs& args, uint32_t share
   const int last = (kOfA ? args.m : args.n) - 1, rows = kOfA ? args.scale_a_rows : 1;
   const int stride = kOfA ? args.scale_a_stride : args.scale_b_stride;
   const int steps = kOfA ? args.scale_a_steps : args.scale_b_steps;
-  uint32_t slots = shared + offsetof(Shared, loop_scales) + 4 * (lane + (kOfA ? Config::kTileN : 0));
+  // Of 16 columns, those that a lane of the accumulators holds, 2q, 2q + 1, 2q + 8 and 2q + 9, become
+  // neighbours: the wgmmas fill the port of shared memory, so they are read as few times as can be.
+  const int place = kOfA ? Config::kTileN + lane
+                         : (lane & 16) + lane % 8 / 2 * 4 + lane / 8 % 2 * 2 + lane % 2;
+  const uint32_t slots = shared + offsetof(Shared, loop_scales) + 4 * place;
   Ring<Config::kStages> ring;
   Schedule<Config> schedule(args);
   ptx::wait_for_prerequisites();  // scales of B may be what the kernel before has made
