@@ -19,7 +19,7 @@ from sp24cli.bench.rates import Shape
 from sp24cli.bench.statistics import Settings
 from sp24cli.checkpoint.packedfile import PackedFile
 from sp24cli.errors import BadInputError, Sp24Error
-from sp24cli.gpu.select import block_summation
+from sp24cli.gpu.select import check_blocks
 from sp24cli.optypes import operand_type
 from sp24cli.packed import PackedMatrix
 from sp24cli.scaling import ScaleKind, ScaleSpec
@@ -139,12 +139,11 @@ def plan_file(
         for name, info in packed_file.packed.items():
             if given is not None and info.shape[1] != given.shape[1]:
                 continue
-            if info.scale.block is not None:
-                try:
-                    block_summation(*info.scale.block)
-                except Sp24Error as error:
-                    notes.append(f"{name}: not timed: {error}")
-                    continue
+            try:
+                check_blocks(info.type, info.scale.block)
+            except Sp24Error as error:
+                notes.append(f"{name}: not timed: {error}")
+                continue
             chosen.setdefault((info.shape, info.type, info.scale), []).append(name)
     if not chosen:
         fits = "" if given is None else f" with K = {given.shape[1]}, as the activations have,"

@@ -15,7 +15,7 @@ from sp24cli.gpu.arguments import pack_struct, tensor_map
 from sp24cli.gpu.arrays import DeviceArray, View, view
 from sp24cli.gpu.device import Buffer, Device, Kernel
 from sp24cli.gpu.order import tile_order
-from sp24cli.gpu.select import Choice, block_summation, candidates, chosen, cta_tiles
+from sp24cli.gpu.select import Choice, block_summation, candidates, check_blocks, chosen, cta_tiles
 from sp24cli.kernels import manifest
 from sp24cli.kernels.choices import Problem
 from sp24cli.optypes import BLOCK_ROWS, OperandType, operand_type
@@ -171,8 +171,7 @@ class SparseWeight:
         info = packed.info
         optype = operand_type(info.type)
         spec = info.scale
-        if spec.block is not None:
-            block_summation(*spec.block)
+        check_blocks(info.type, spec.block)
         scale = None
         if packed.scale is not None and packed.scale.size:
             scale = device.upload(packed.scale)

@@ -90,6 +90,15 @@ def block_summation(rows: int, block_k: int) -> str:
     )
 
 
+def check_blocks(a_type: str, block: tuple[int, int] | None) -> None:
+    """`Sp24Error` unless kernels multiply ``a_type`` under scales of ``block`` (rows, columns).
+
+    None is any other kind of scale.
+    """
+    if block is not None:
+        candidates(a_type, "f32", "mn", block_summation(*block), able=True)
+
+
 def cta_tiles(entry: Entry | RungEntry, m: int, n: int) -> int:
     """CTAs that the tiles of D keep busy once each: whole clusters along M, every part of K."""
     return -(-m // (entry.tile_m * entry.cluster)) * entry.cluster_ctas * -(-n // entry.tile_n)

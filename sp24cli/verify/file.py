@@ -116,12 +116,12 @@ def _choose_device(choice: DeviceChoice, workers: int) -> tuple[_Numerics, str, 
         if choice == "cuda":
             raise
         return on_cpu, "cpu", str(error)
-    from sp24cli.gpu.select import block_summation
+    from sp24cli.gpu.select import check_blocks
     from sp24cli.verify.gpu import verify_matrix
 
     def on_gpu(packed: PackedMatrix, seed: int) -> NumericsResult:
         try:
-            block_summation(*(packed.info.scale.block or (0, 0)))
+            check_blocks(packed.info.type, packed.info.scale.block)
         except Sp24Error as error:
             result = on_cpu(packed, seed)
             note = f"not run on the GPU: {error}; run on the CPU"

@@ -12,7 +12,14 @@ from types import ModuleType
 import pytest
 
 from sp24cli.errors import Sp24Error
-from sp24cli.gpu.select import block_summation, candidates, cta_tiles, model_cycles, select
+from sp24cli.gpu.select import (
+    block_summation,
+    candidates,
+    check_blocks,
+    cta_tiles,
+    model_cycles,
+    select,
+)
 from sp24cli.kernels import manifest
 from sp24cli.optypes import OPERAND_TYPES
 
@@ -94,6 +101,16 @@ def test_scales_along_k_decide_the_summation() -> None:
     assert block_summation(128, 64) == block_summation(1, 192) == "row64"
     with pytest.raises(Sp24Error, match="scales that change every 32 of K need a kernel"):
         block_summation(128, 32)
+
+
+def test_blocks_without_a_kernel_are_refused() -> None:
+    check_blocks("f16", None)
+    check_blocks("e4m3", (128, 128))
+    check_blocks("e4m3", (1, 64))
+    with pytest.raises(Sp24Error, match="scales that change every 32 of K need a kernel"):
+        check_blocks("e4m3", (1, 32))
+    with pytest.raises(Sp24Error, match="no kernel multiplies bf16 into f32 mn, summing block128"):
+        check_blocks("bf16", (128, 128))
 
 
 @pytest.mark.parametrize(
