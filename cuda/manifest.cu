@@ -2,6 +2,7 @@
 // that no number of a kernel is typed twice.
 #include <cstddef>
 #include <cstdio>
+#include <type_traits>
 
 #include "sp24/ladder_entry.cuh"
 
@@ -12,21 +13,25 @@ const char* separator = "\n";
 template <class Config>
 void gemm(const char* name, const char* operand, const char* out, const char* order,
           const char* scales) {
+  using Operand = typename Config::Operand;
   constexpr bool kPrecise = Config::kPromoted && !Config::kScaledInLoop;
+  // The sums of integers themselves take no scale.
+  constexpr bool kScaled = !std::is_same_v<typename Config::Out, sp24::out_s32>;
   std::printf(
       "%s{\"name\": \"%s\", \"kind\": \"gemm\", \"fatbin\": \"gemm_%s%s\", \"a_type\": \"%s\", "
-      "\"b_type\": \"%s\", \"out_type\": \"%s\", \"order\": \"%s\", \"accumulate\": \"f32\", "
+      "\"b_type\": \"%s\", \"out_type\": \"%s\", \"order\": \"%s\", \"accumulate\": \"%s\", "
       "\"promote_k\": %d, \"loop_scales\": \"%s\", "
-      "\"scales\": [\"tensor\", \"vector\"%s], \"layout\": \"sm90\", "
+      "\"scales\": [%s%s], \"layout\": \"sm90\", "
       "\"tile_m\": %d, \"tile_n\": %d, \"tile_k\": %d, \"consumers\": %d, \"cluster\": %d, "
       "\"split\": %d, \"stages\": %d, \"threads\": %d, \"smem_bytes\": %zu, \"block_bytes\": %d, "
-      "\"box_rows_b\": %d, \"box_bytes_b\": %d, \"k_multiple\": 4, \"args\": \"gemm\"}",
+      "\"box_rows_b\": %d, \"box_bytes_b\": %d, \"k_multiple\": %d, \"args\": \"gemm\"}",
       separator, name, operand,
-      Config::kScaledInLoop ? "_blocks" : kPrecise ? "_precise" : "", operand, operand, out, order,
-      Config::kPromoteK, scales, Config::kScaledInLoop ? ", \"block\"" : "", Config::kTileM,
-      Config::kTileN, Config::kTileK, Config::kConsumers, Config::kCluster, Config::kSplit,
-      Config::kStages, Config::kThreads, sizeof(typename Config::Shared), Config::kBlockBytes,
-      Config::kBoxRowsB, sp24::kRowBytesB);
+      Config::kScaledInLoop ? "_blocks" : kPrecise ? "_precise" : "", Operand::kTypeA,
+      Operand::kTypeB, out, order, Operand::kSum, Config::kPromoteK, scales,
+      kScaled ? "\"tensor\", \"vector\"" : "", Config::kScaledInLoop ? ", \"block\"" : "",
+      Config::kTileM, Config::kTileN, Config::kTileK, Config::kConsumers, Config::kCluster,
+      Config::kSplit, Config::kStages, Config::kThreads, sizeof(typename Config::Shared),
+      Config::kBlockBytes, Config::kBoxRowsB, sp24::kRowBytesB, Operand::kGroup);
   separator = ",\n";
 }
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import ml_dtypes
 import numpy as np
 
-from sp24cli.bits import NUMBER_TYPES, Array, number_type, widen
+from sp24cli.bits import NUMBER_TYPES, Array, contiguous_bits, number_type, widen
 from sp24cli.errors import BadInputError
 from sp24cli.optypes import OperandType
 
@@ -24,6 +24,9 @@ Overflow = Literal["satfinite", "nan"]
 #: mantissa bits, least exponent, code of the largest value, code past the end (NaN, infinity)
 _FORMATS = {"F8_E4M3": (3, -6, 0x7E, 0x7F), "F8_E5M2": (2, -14, 0x7B, 0x7C)}
 _NAN_CODE = 0x7F
+#: Bits that tf32 has less than float32, and the bits of its largest value.
+_TF32_CUT = 13
+_TF32_LARGEST = np.uint32(0x7F7FE000)
 #: Values converted at a time, so that the temporaries stay in cache.
 _CHUNK = 1 << 17
 
@@ -43,9 +46,57 @@ def to_e5m2(x: Array, *, overflow: Overflow = "satfinite") -> Array:
     return _to_fp8(x, "F8_E5M2", overflow)
 
 
+def to_s8(x: Array) -> Array:
+    """``x`` as int8, clipped to -127..127, so that every code has its negative. NaN becomes 0."""
+    rounded = np.rint(np.clip(widen(x.reshape(-1)), -127, 127))
+    rounded[np.isnan(rounded)] = 0
+    return rounded.astype(np.int8).reshape(x.shape)
+
+
+def to_tf32(x: Array, *, overflow: Overflow = "satfinite") -> Array:
+    """``x`` as float32 that tf32 holds: eleven significant bits, the lowest 13 bits zero.
+
+    As PTX ``cvt.rn.tf32.f32``. The tensor core ignores those 13 bits, so what was not rounded it
+    would cut. ``satfinite`` maps what is beyond the largest to that, ``nan`` to infinity.
+    """
+    v = _to_f32_odd(widen(x.reshape(-1)))
+    bits = v.view(np.uint32)
+    rounded = bits + ((bits >> _TF32_CUT & 1) + np.uint32((1 << (_TF32_CUT - 1)) - 1))
+    rounded &= np.uint32(0xFFFFFFFF << _TF32_CUT & 0xFFFFFFFF)
+    if overflow == "satfinite":
+        magnitude = rounded & np.uint32(0x7FFFFFFF)
+        rounded = np.minimum(magnitude, _TF32_LARGEST) | (rounded & np.uint32(0x80000000))
+    # A NaN's mantissa must not carry into the exponent and sign.
+    rounded[np.isnan(v)] = 0x7FFFE000
+    return rounded.view(np.float32).reshape(x.shape)
+
+
 def convert(x: Array, optype: OperandType, overflow: Overflow = "satfinite") -> Array:
-    """``x`` of any supported type and shape as ``optype.dtype``: see `round_to`."""
+    """``x`` of any supported type and shape as ``optype.dtype``: see `round_to`.
+
+    `BadInputError` for s8 with ``nan``, for it has none.
+    """
+    if optype.name == "s8":
+        check_overflow(optype, overflow)
+        return to_s8(x)
+    if optype.name == "tf32":
+        return to_tf32(x, overflow=overflow)
     return round_to(x, optype.dtype, overflow)
+
+
+def find_unrounded(values: Array) -> tuple[int, int] | None:
+    """(row, column) of the first float32 of ``values`` [M, N] that tf32 does not hold, or None."""
+    bad = contiguous_bits(values) & np.uint32((1 << _TF32_CUT) - 1) != 0
+    if not bad.any():
+        return None
+    row, column = divmod(int(bad.argmax()), bad.shape[1])
+    return row, column
+
+
+def check_overflow(optype: OperandType, overflow: Overflow) -> None:
+    """`BadInputError` unless the type has what ``overflow`` makes of values beyond its range."""
+    if overflow == "nan" and optype.name == "s8":
+        raise BadInputError("s8 has neither NaN nor infinity: overflow is satfinite only")
 
 
 def round_to(x: Array, dtype: np.dtype[Any], overflow: Overflow = "satfinite") -> Array:

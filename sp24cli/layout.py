@@ -5,6 +5,9 @@ lie under the 64-byte swizzle: 16-byte chunk c of row i at chunk c ^ ((i >> 1) &
 words lie by thread of the warpgroup, as one ``wgmma.mma_async.sp`` after the other takes them
 (PTX ISA, sparse wgmma fragments and metadata; descriptor layout type 2). Rows and columns that
 only pad hold value 0 and nibble 0100.
+
+tf32 differs from a 16-bit type in nothing but that two of its halves are a value: the metadata of
+a wgmma of K 16 are those of K 32 halves, in the same lanes.
 """
 
 from __future__ import annotations
@@ -21,10 +24,15 @@ _VALUE_BYTES = BLOCK_ROWS * BLOCK_ROW_BYTES
 _EMPTY_BYTE = EMPTY_NIBBLE * 0x11
 
 #: Row-order metadata of a block, split so that `_WORD_ORDER` sorts it by thread. Rows are
-#: (warp, +8, row of the quad); 8-bit bytes are (step, q>>1, 4) and +8 is q&1; 16-bit bytes are
-#: (q, 2) and +8 is the upper half of the word.
+#: (warp, +8, row of the quad); 8-bit bytes are (step, q>>1, 4) and +8 is q&1; those of wider types
+#: are (q, 2) and +8 is the upper half of the word.
 _WORD_SPLIT = {1: (4, 2, 8, 2, 2, 4), 2: (4, 2, 8, 4, 2)}
 _WORD_ORDER = {1: (0, 2, 4, 1, 3, 5), 2: (0, 2, 3, 1, 4)}
+
+
+def _word_kind(optype: OperandType) -> int:
+    """The key of an operand type in `_WORD_SPLIT` and `_WORD_ORDER`."""
+    return min(optype.itemsize, 2)
 
 
 def image_shape(m: int, k: int, optype: OperandType) -> tuple[int, int, int]:
@@ -37,8 +45,8 @@ def to_sm90(
 ) -> Array:
     """The image, uint8 [Mb, Kb, block_bytes], of row-order ``values`` [M, K/2] and ``meta``.
 
-    ``meta`` is uint8 [M, ceil(K/8)]. Mb = ceil(M/64), Kb = ceil(K/block_k). ``out`` receives
-    and is the result when given.
+    ``meta`` is uint8 [M, ceil(K/8)] (K/4 for tf32). Mb = ceil(M/64), Kb = ceil(K/block_k).
+    ``out`` receives and is the result when given.
     """
     m = values.shape[0]
     shape = mb, kb, _ = image_shape(m, k, optype)
@@ -53,24 +61,25 @@ def to_sm90(
         turned = chunks[:, :, turn].take(np.arange(_CHUNKS) ^ turn, axis=-1)
         swizzled[:, :, :, turn] = turned.transpose(0, 3, 1, 2, 4)
 
-    nibbles = _padded(meta, mb, kb * optype.block_k // 8, _EMPTY_BYTE)
-    if k % 8:
+    width = optype.meta_k(optype.block_k) // 8
+    nibbles = _padded(meta, mb, kb * width, _EMPTY_BYTE)
+    if optype.meta_k(k) % 8:
         # The last byte may be the last of its block, so that this is still the caller's.
         nibbles = nibbles.copy()
-        nibbles[:m, meta_bytes(k) - 1] |= EMPTY_NIBBLE << 4
-    by_block = nibbles.reshape(mb, BLOCK_ROWS, kb, optype.block_k // 8).swapaxes(1, 2)
-    split, order = _WORD_SPLIT[optype.itemsize], _WORD_ORDER[optype.itemsize]
+        nibbles[:m, meta_bytes(optype.meta_k(k)) - 1] |= EMPTY_NIBBLE << 4
+    by_block = nibbles.reshape(mb, BLOCK_ROWS, kb, width).swapaxes(1, 2)
+    split, order = _WORD_SPLIT[_word_kind(optype)], _WORD_ORDER[_word_kind(optype)]
     words = by_block.reshape(mb, kb, *split).transpose(0, 1, *(i + 2 for i in order))
     image[:, :, _VALUE_BYTES:] = words.reshape(mb, kb, optype.meta_bytes)
     return image
 
 
 def from_sm90(image: Array, m: int, k: int, optype: OperandType) -> tuple[Array, Array]:
-    """Row-order (values [m, k/2] of ``optype.dtype``, meta uint8 [m, ceil(k/8)]) of ``image``."""
+    """Row-order (values [m, k/2] of ``optype.dtype``, meta as for `to_sm90`) of ``image``."""
     row_bytes, nibbles = _row_order(image, optype)
     values = np.ascontiguousarray(row_bytes[:m, : k // 2 * optype.itemsize]).view(optype.dtype)
-    meta = np.ascontiguousarray(nibbles[:m, : meta_bytes(k)])
-    if k % 8:
+    meta = np.ascontiguousarray(nibbles[:m, : meta_bytes(optype.meta_k(k))])
+    if optype.meta_k(k) % 8:
         meta[:, -1] &= 0x0F
     return values, meta
 
@@ -78,14 +87,15 @@ def from_sm90(image: Array, m: int, k: int, optype: OperandType) -> tuple[Array,
 def find_bad_padding(image: Array, m: int, k: int, optype: OperandType) -> tuple[int, int] | None:
     """(row, group), counted in the padded tensor, of the first padding that is not empty.
 
-    Padding is every group at row >= m or group >= k/4; it must hold value bytes 0 and 0100.
+    Padding is every group at row >= m or past column k; it must hold value bytes 0 and 0100.
     """
     row_bytes, nibbles = _row_order(image, optype)
-    rows, groups = row_bytes.shape[0], row_bytes.shape[1] // (2 * optype.itemsize)
-    bad: Array = np.any(row_bytes.reshape(rows, groups, 2 * optype.itemsize), axis=2)
+    group_bytes = optype.group // 2 * optype.itemsize
+    rows, groups = row_bytes.shape[0], row_bytes.shape[1] // group_bytes
+    bad: Array = np.any(row_bytes.reshape(rows, groups, group_bytes), axis=2)
     bad[:, 0::2] |= nibbles & 0x0F != EMPTY_NIBBLE
     bad[:, 1::2] |= nibbles >> 4 != EMPTY_NIBBLE
-    bad[:m, : k // 4] = False
+    bad[:m, : k // optype.group] = False
     if not bad.any():
         return None
     row, group = divmod(int(bad.argmax()), groups)
@@ -119,17 +129,20 @@ def _row_order(image: Array, optype: OperandType) -> tuple[Array, Array]:
         chunks[:, :, turn] = turned.transpose(0, 2, 3, 1, 4)
     row_bytes = chunks.view(np.uint8).reshape(mb * BLOCK_ROWS, kb * BLOCK_ROW_BYTES)
 
-    split, order = _WORD_SPLIT[optype.itemsize], _WORD_ORDER[optype.itemsize]
+    split, order = _WORD_SPLIT[_word_kind(optype)], _WORD_ORDER[_word_kind(optype)]
     words = image[:, :, _VALUE_BYTES:].reshape(mb, kb, *(split[i] for i in order))
     by_block = words.transpose(0, 1, *(order.index(i) + 2 for i in range(len(order))))
-    nibbles = by_block.reshape(mb, kb, BLOCK_ROWS, optype.block_k // 8).swapaxes(1, 2)
-    return row_bytes, nibbles.reshape(mb * BLOCK_ROWS, kb * optype.block_k // 8)
+    width = optype.meta_k(optype.block_k) // 8
+    nibbles = by_block.reshape(mb, kb, BLOCK_ROWS, width).swapaxes(1, 2)
+    return row_bytes, nibbles.reshape(mb * BLOCK_ROWS, kb * width)
 
 
 def decode_fragments(
     image: Array, optype: OperandType, m: int, k: int
 ) -> tuple[Array, Array, Array]:
-    """What the tensor core would read: (codes [m, k/2], first, second uint8 [m, k/4]).
+    """What the tensor core would read: (codes [m, k/2], first, second uint8 [m, groups]).
+
+    The indices are those of the metadata: of tf32 (0, 1) is the first of a pair, (2, 3) the second.
 
     Walks every step, thread and register through the addresses that the descriptor forms
     (PTX ISA, sparse ``wgmma`` fragments), shares nothing with `to_sm90`, and so checks it.
@@ -153,7 +166,7 @@ def decode_fragments(
 
     # Metadata words follow the values.
     words = np.ascontiguousarray(image[:, :, BLOCK_ROWS * BLOCK_ROW_BYTES :]).view("<u4")
-    pairs = np.empty((mb, kb, BLOCK_ROWS, optype.block_k // 4), np.uint8)
+    pairs = np.empty((mb, kb, BLOCK_ROWS, optype.block_k // optype.group), np.uint8)
     if optype.itemsize == 1:
         # One word a thread a step: eight groups of one row.
         word = words[:, :, 2 * thread + step]
@@ -162,17 +175,18 @@ def decode_fragments(
             group = (64 * step + 32 * (q >> 1)) // 4 + n
             pairs[:, :, row, group] = word >> (4 * n) & 15
     else:
-        # Selector s reads lanes q = 2s and 2s+1: four groups of one row and of the row 8 below.
+        # Selector s reads lanes q = 2s and 2s+1: four groups of one row and of the row 8 below,
+        # 16 columns of 16-bit types from 16 (q & 1) on, 8 of tf32 from 8 (q & 1).
         reads = q >> 1 == step
         word = words[:, :, thread[reads]]
         for half in range(2):
             row = (16 * warp + quad_row + 8 * half)[reads]
             for n in range(4):
-                group = ((32 * step + 16 * (q & 1)) // 4 + n)[reads]
+                group = (8 * step + 4 * (q & 1) + n)[reads]
                 pairs[:, :, row, group] = word >> (16 * half + 4 * n) & 15
 
     by_row = codes.swapaxes(1, 2).reshape(mb * BLOCK_ROWS, kb * BLOCK_ROW_BYTES)
     by_row = np.ascontiguousarray(by_row[:m, : k // 2 * optype.itemsize])
-    nibbles = pairs.swapaxes(1, 2).reshape(mb * BLOCK_ROWS, kb * optype.block_k // 4)
-    nibbles = nibbles[:m, : k // 4]
+    nibbles = pairs.swapaxes(1, 2).reshape(mb * BLOCK_ROWS, kb * pairs.shape[3])
+    nibbles = nibbles[:m, : k // optype.group]
     return by_row.view(optype.dtype), nibbles & 3, nibbles >> 2

@@ -2,7 +2,9 @@
 
 A nibble holds the first index in bits 1:0 and the second in bits 3:2, ascending; the lower of
 two groups lies in the low nibble of a byte. Source: PTX ISA, sparse ``wgmma``: only the six
-ascending pairs are defined.
+ascending pairs are defined. tf32 has a nibble for each group of two, of which it keeps the first
+(0100) or the second (1110): the nibble of a 16-bit group in which a value is two neighbours. So
+``k`` here is `OperandType.meta_k` of its K, and `kept_places` alone has to know.
 """
 
 from __future__ import annotations
@@ -15,8 +17,13 @@ from sp24cli.bits import Array
 LEGAL_NIBBLES = (0b0100, 0b1000, 0b1001, 0b1100, 0b1101, 0b1110)
 #: The nibble of a group without a nonzero, and of padding: pair (0,1).
 EMPTY_NIBBLE = 0b0100
+#: The nibbles of a group of two.
+PAIR_NIBBLES = (0b0100, 0b1110)
 
-_IS_LEGAL = np.isin(np.arange(16), LEGAL_NIBBLES)
+_IS_LEGAL = {
+    4: np.isin(np.arange(16), LEGAL_NIBBLES),
+    2: np.isin(np.arange(16), PAIR_NIBBLES),
+}
 
 
 def meta_bytes(k: int) -> int:
@@ -44,13 +51,13 @@ def decode(meta: Array, k: int) -> tuple[Array, Array]:
     return nibbles & 3, nibbles >> 2
 
 
-def find_illegal(meta: Array, k: int) -> tuple[int, int] | None:
-    """(row, group) of the first nibble that is no ascending pair, or None.
+def find_illegal(meta: Array, k: int, group: int = 4) -> tuple[int, int] | None:
+    """(row, group) of the first nibble that groups of ``group`` do not have, or None.
 
     The unused high nibble of an odd last byte must be 0 and counts as group K/4.
     """
     nibbles = _nibbles(meta)
-    bad = ~_IS_LEGAL.take(nibbles)
+    bad = ~_IS_LEGAL[group].take(nibbles)
     if k % 8:
         bad[:, -1] = nibbles[:, -1] != 0
     if not bad.any():
@@ -59,8 +66,14 @@ def find_illegal(meta: Array, k: int) -> tuple[int, int] | None:
     return row, group
 
 
-def kept_places(meta: Array, k: int) -> Array:
-    """Where the kept values stand in a flat [M, k]: intp [M, k/2], ascending in every row."""
+def kept_places(meta: Array, k: int, group: int = 4) -> Array:
+    """Where the kept values stand in a flat [M, k]: intp [M, k/2], ascending in every row.
+
+    ``k`` counts values, in groups of ``group``.
+    """
+    if group == 2:
+        halves: Array = kept_places(meta, 2 * k)[:, ::2] >> 1
+        return halves
     rows, width = meta.shape
     places = _PLACES.take(meta, axis=0).reshape(rows, 4 * width)
     places += np.arange(0, 8 * width, 8).repeat(4)

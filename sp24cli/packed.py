@@ -22,9 +22,10 @@ from sp24cli.bits import (
 )
 from sp24cli.calibration import AMAX, ScaleRule
 from sp24cli.errors import BadInputError
-from sp24cli.fp8 import Overflow, convert, round_to
+from sp24cli.fp8 import Overflow, check_overflow, convert, find_unrounded, round_to
 from sp24cli.optypes import BLOCK_ROWS, OperandType, operand_type
 from sp24cli.pruning import permute
+from sp24cli.pruning.pattern import TWO_OF_FOUR, Pattern, find_crowded, pattern_of, violation
 from sp24cli.rowblocks import pieces, run, tiles
 from sp24cli.scaling import ScaleSpec
 from sp24cli.sparsity import GROUP, check_matrix, find_nonfinite, find_violation, keep_indices
@@ -73,9 +74,10 @@ class PackInfo:
             raise BadInputError("an amax history gives a scale by tensor alone")
         if self.smooth is not None:
             smoothing.check_alpha(self.smooth)
-        if min(self.shape) < 0 or self.shape[1] % GROUP:
+        check_overflow(optype, self.overflow)
+        if min(self.shape) < 0 or self.shape[1] % optype.group:
             raise BadInputError(
-                f"shape {list(self.shape)} is not [M, K] with K a multiple of {GROUP}"
+                f"shape {list(self.shape)} is not [M, K] with K a multiple of {optype.group}"
             )
 
     @property
@@ -91,7 +93,7 @@ class PackInfo:
         else:
             parts = {
                 "values": (self.optype.dtype, (m, k // 2)),
-                "meta": (np.dtype(np.uint8), (m, metadata.meta_bytes(k))),
+                "meta": (np.dtype(np.uint8), (m, metadata.meta_bytes(self.optype.meta_k(k)))),
             }
         if self.optype.scaled:
             parts["scale"] = (self.scale.dtype, self.scale.shape(m, k))
@@ -206,11 +208,11 @@ class QuantStats:
         )
 
 
-def _spread(kept: Array, meta: Array, shape: tuple[int, int]) -> Array:
+def _spread(kept: Array, meta: Array, shape: tuple[int, int], group: int) -> Array:
     """The dense matrix with ``kept`` [M, K/2] where ``meta`` says and +0 elsewhere."""
     bits = contiguous_bits(kept)
     dense = np.zeros(shape, bits.dtype)
-    dense.reshape(-1)[metadata.kept_places(meta, shape[1])] = bits
+    dense.reshape(-1)[metadata.kept_places(meta, shape[1], group)] = bits
     return dense.view(kept.dtype)
 
 
@@ -218,7 +220,8 @@ def _spread(kept: Array, meta: Array, shape: tuple[int, int]) -> Array:
 class PackedMatrix:
     """A packed matrix [M, K] and what is known of it.
 
-    Layout ``row``: ``values`` [M, K/2] of the operand type and ``meta`` uint8 [M, ceil(K/8)].
+    Layout ``row``: ``values`` [M, K/2] of the operand type and ``meta`` uint8 [M, ceil(K/8)]
+    (ceil(K/4) for tf32).
     Layout ``sm90``: ``blocks`` uint8 [Mb, Kb, block_bytes]. ``scale`` is ``info.scale.dtype`` of
     ``info.scale.shape(M, K)``, None for unscaled types. ``perm`` int32 [K] is the order of the
     columns, None where it is the original's: column j of what is stored, and of all results
@@ -317,7 +320,7 @@ class PackedMatrix:
     def codes(self) -> Array:
         """The dense [M, K] of ``info.optype.dtype``: codes where kept, +0 elsewhere."""
         values, meta = self.row_order()
-        return _spread(values, meta, self.shape)
+        return _spread(values, meta, self.shape, self.info.optype.group)
 
     def dequantize(self, dtype: Any = np.float32, *, workers: int = 1) -> Array:
         """The dense [M, K] of code * scale, the exact product rounded once to ``dtype``.
@@ -336,7 +339,7 @@ class PackedMatrix:
                 wide = wide.astype(np.float64)
                 wide *= factor.astype(np.float64)
             rounded = round_to(wide, out.dtype, self.info.overflow)
-            out[r] = _spread(rounded, meta, (r.stop - r.start, k))
+            out[r] = _spread(rounded, meta, (r.stop - r.start, k), self.info.optype.group)
 
         run(tile, [r for r, _ in tiles(m, k, row_step=BLOCK_ROWS, width=max(1, k))], workers)
         return out
@@ -353,14 +356,14 @@ def pack(
     source_dtype: str | None = None,
     workers: int = 1,
 ) -> tuple[PackedMatrix, QuantStats]:
-    """Packs ``dense`` [M, K], which must be 2:4 and finite already.
+    """Packs ``dense`` [M, K], which must be 2:4 (1:2 for tf32) and finite already.
 
     Indices come from the source values, so a value that rounds to zero keeps its place.
     ``source_dtype`` is what the file shall say the source was, by default what it is. The
     result does not depend on ``workers``. Errors: `BadInputError` naming row and column of a
     NaN or infinity, row and group of a violation.
     """
-    rows, cols, kind = check_matrix(dense)
+    rows, cols, kind = check_matrix(dense, optype.group)
     info = PackInfo(
         (rows, cols), source_dtype or kind.name, optype.name, spec, pruned, layout, overflow
     )
@@ -382,20 +385,22 @@ def pack_rows(dense: Array, into: PackedMatrix, *, first_row: int = 0) -> QuantS
     stand in the whole, for messages. Temporaries stay small whatever R and K. Errors: as
     `pack`.
     """
-    rows, cols, kind = check_matrix(dense)
+    optype, overflow = into.info.optype, into.info.overflow
+    rows, cols, kind = check_matrix(dense, optype.group)
     if into.shape != (rows, cols):
         raise ValueError(f"rows of shape {[rows, cols]} do not fit {list(into.shape)}")
-    optype, overflow = into.info.optype, into.info.overflow
     stats = []
     for r, c in tiles(rows, cols, row_step=BLOCK_ROWS, width=_TILE_COLUMNS):
         tile = contiguous_bits(dense[r, c])
         magnitude = magnitudes(tile, kind)
         nonzero = magnitude != 0
-        meta = _META_OF_OCCUPANCY.take(np.packbits(nonzero, axis=1, bitorder="little"))
+        # A value of a pair of tf32 fills two places of its group.
+        filled = nonzero if optype.group == GROUP else nonzero.repeat(GROUP // optype.group, axis=1)
+        meta = _META_OF_OCCUPANCY.take(np.packbits(filled, axis=1, bitorder="little"))
         largest = magnitude.max(keepdims=True)
         if not meta.all() or (kind.nonfinite is not None and largest >= kind.nonfinite):
-            raise _refusal(dense, first_row)
-        kept = tile.reshape(-1).take(metadata.kept_places(meta, tile.shape[1]))
+            raise _refusal(dense, pattern_of(optype), first_row)
+        kept = tile.reshape(-1).take(metadata.kept_places(meta, tile.shape[1], optype.group))
         if kind.name != "I8":
             kept[kept == kind.sign] = 0
         source = widen(kept.view(kind.dtype))
@@ -414,7 +419,7 @@ def pack_rows(dense: Array, into: PackedMatrix, *, first_row: int = 0) -> QuantS
                 signal_energy=signal,
             )
         )
-        if tile.shape[1] % 8:
+        if filled.shape[1] % 8:
             meta[:, -1] &= 0x0F
         _store(codes, meta, into, r, c)
     return QuantStats.merge(stats)
@@ -423,7 +428,7 @@ def pack_rows(dense: Array, into: PackedMatrix, *, first_row: int = 0) -> QuantS
 def check_rows(dense: Array, *, first_row: int = 0) -> None:
     """`BadInputError`, as of `pack_rows`, unless the rows are finite and 2:4."""
     if find_nonfinite(dense) or find_violation(dense):
-        raise _refusal(dense, first_row)
+        raise _refusal(dense, TWO_OF_FOUR, first_row)
 
 
 def _meta_of_occupancy() -> Array:
@@ -437,16 +442,12 @@ def _meta_of_occupancy() -> Array:
 _META_OF_OCCUPANCY = _meta_of_occupancy()
 
 
-def _refusal(dense: Array, first_row: int) -> BadInputError:
+def _refusal(dense: Array, pattern: Pattern, first_row: int) -> BadInputError:
     if place := find_nonfinite(dense):
         row, column = place
         value = widen(dense[row : row + 1, column]).item()
         return BadInputError(f"{value} at row {first_row + row}, column {column}")
-    row, group = find_violation(dense) or (0, 0)
-    return BadInputError(
-        f"more than two nonzeros at row {first_row + row}, group {group} "
-        f"(columns {GROUP * group} to {GROUP * group + GROUP - 1}): not 2:4"
-    )
+    return violation(pattern, *(find_crowded(dense, pattern) or (0, 0)), first_row)
 
 
 def _losses(
@@ -454,11 +455,15 @@ def _losses(
 ) -> tuple[int, float, float]:
     """(clipped, error energy, signal energy) of ``source`` / ``factor`` = ``scaled`` -> codes."""
     clipped = 0
+    largest = info.optype.max_finite
     # The rounding of the scale takes a quotient a hair past the end, which is no clipping.
-    if max(scaled.max(), -scaled.min()) > info.optype.max_finite * (1 + 2**-20):
+    if max(scaled.max(), -scaled.min()) > largest * (1 + 2**-20):
         kind = number_type(codes.dtype)
-        unbounded = convert(scaled, info.optype, "nan").view(kind.unsigned)
-        clipped = int(np.count_nonzero(magnitudes(unbounded, kind) >= kind.nonfinite))
+        if kind.nonfinite is None:
+            clipped = int(np.count_nonzero(np.abs(np.rint(scaled)) > largest))
+        else:
+            unbounded = convert(scaled, info.optype, "nan").view(kind.unsigned)
+            clipped = int(np.count_nonzero(magnitudes(unbounded, kind) >= kind.nonfinite))
     # Cast first, then compute: a ufunc that casts as it goes is several times slower.
     exact = source.astype(np.float64)
     if clipped and info.overflow == "nan":
@@ -491,7 +496,8 @@ def _store(codes: Array, meta: Array, into: PackedMatrix, r: slice, c: slice) ->
         return
     assert into.values is not None and into.meta is not None
     into.values[r, c.start // 2 : c.stop // 2] = codes
-    into.meta[r, c.start // 8 : metadata.meta_bytes(c.stop)] = meta
+    meta_k = into.info.optype.meta_k
+    into.meta[r, meta_k(c.start) // 8 : metadata.meta_bytes(meta_k(c.stop))] = meta
 
 
 def check_structure(packed: PackedMatrix) -> str | None:
@@ -528,8 +534,12 @@ def _fault_of_rows(packed: PackedMatrix, r: slice) -> str | None:
         if place := sm90.find_bad_padding(blocks, r.stop - r.start, k, packed.info.optype):
             return f"padding at row {r.start + place[0]}, group {place[1]} is not empty"
     values, meta = packed.row_order(r)
-    if place := metadata.find_illegal(meta, k):
-        return f"metadata at row {r.start + place[0]}, group {place[1]} is no ascending pair"
+    optype = packed.info.optype
+    if place := metadata.find_illegal(meta, optype.meta_k(k), optype.group):
+        what = "no ascending pair" if optype.group == GROUP else "not 0100 or 1110"
+        return f"metadata at row {r.start + place[0]}, group {place[1]} is {what}"
+    if optype.name == "tf32" and (place := find_unrounded(values)):
+        return f"value at row {r.start + place[0]}, kept column {place[1]} is not rounded to tf32"
     if packed.info.overflow == "satfinite" and (place := find_nonfinite(values)):
         return f"value at row {r.start + place[0]}, kept column {place[1]} is not finite"
     return None

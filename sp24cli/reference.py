@@ -108,3 +108,15 @@ def f32_bound(sizes: Array, terms: int, magnified: float = 1.0) -> Array:
     gamma = n * _U32 / (1 - n * _U32) + n * _U64 / (1 - n * _U64)
     floor = (2 * terms * max(magnified, 1.0) + _ROUNDINGS) * _TINY
     return np.where(sizes > _F32_MAX / 2, np.inf, gamma * sizes + floor)
+
+
+def s32_bound(d: Array, sizes: Array, terms: int) -> Array:
+    """The same for integers that were summed exactly, converted to float32 and scaled.
+
+    ``d`` is the reference [M, N]: only the roundings of the result remain, and those of the
+    reference's own sum.
+    """
+    result = _ROUNDINGS + 1
+    gamma = result * _U32 / (1 - result * _U32)
+    n = terms + _ROUNDINGS
+    return gamma * np.abs(d) + n * _U64 / (1 - n * _U64) * sizes + result * _TINY

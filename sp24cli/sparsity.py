@@ -19,14 +19,14 @@ from sp24cli.rowblocks import pieces, run, tiles
 GROUP = 4
 
 
-def check_matrix(dense: Array) -> tuple[int, int, NumberType]:
-    """(M, K, type) of a matrix that can be 2:4; `BadInputError` for any other array."""
+def check_matrix(dense: Array, group: int = GROUP) -> tuple[int, int, NumberType]:
+    """(M, K, type) of a matrix of whole groups; `BadInputError` for any other array."""
     kind = number_type(dense.dtype)
     if dense.ndim != 2:
         raise BadInputError(f"shape {list(dense.shape)} is not a matrix")
     rows, cols = dense.shape
-    if cols % GROUP:
-        raise BadInputError(f"K = {cols} is not a multiple of {GROUP}")
+    if cols % group:
+        raise BadInputError(f"K = {cols} is not a multiple of {group}")
     return rows, cols, kind
 
 

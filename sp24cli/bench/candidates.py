@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from sp24cli import optypes
 from sp24cli.bench.problem import Tokens
 from sp24cli.bench.rates import Shape
 from sp24cli.errors import Sp24Error
-from sp24cli.optypes import operand_type
 from sp24cli.packed import PackedMatrix
 from sp24cli.peers.cublaslt import CublasLt
 from sp24cli.peers.cusparselt import CusparseLt, SparsePlan
@@ -56,7 +56,8 @@ class Operands:
     """One problem's operands on the device, in as many copies as the rotation wants.
 
     ``x`` are the activations' codes [N, K], rows ``ldx`` elements apart (a multiple of 16 bytes,
-    which the kernels' bulk copies need); ``out`` the outputs, shared by all candidates.
+    which the kernels' bulk copies need); ``out`` the outputs, shared by all candidates. Sums of
+    integers as they are (s32) take no scale: then ``scaled`` is false.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Operands:
         shape: Shape,
         packed: PackedMatrix,
         tokens: Tokens,
+        types: optypes.Operands,
         out: str,
         slots: int,
     ) -> None:
@@ -72,11 +74,11 @@ class Operands:
 
         self.device = device
         self.shape = shape
-        self.type = operand_type(packed.info.type)
+        self.types = types
         self.out_type = out
         self.slots = slots
         self._held: list[Buffer] = []
-        align = 16 // self.type.itemsize
+        align = 16 // types.b.itemsize
         self.ldx = -(-shape.k // align) * align
         x = tokens.codes
         if self.ldx != shape.k:
@@ -84,8 +86,11 @@ class Operands:
             x[:, : shape.k] = tokens.codes
         self.weights = [SparseWeight.upload(device, packed) for _ in range(slots)]
         self.x = self.copies(x)
-        self.scale_b = None if tokens.scale is None else self.hold(device.upload(tokens.scale))
-        self.scale_k = tokens.scale_k
+        self.scaled = out != "s32"
+        self.scale_b = None
+        self.scale_k = tokens.scale_k if self.scaled else 0
+        if self.scaled and tokens.scale is not None:
+            self.scale_b = self.hold(device.upload(tokens.scale))
         out_bytes = shape.m * shape.n * NUMPY_TYPES[out].itemsize
         self.outs = [self.hold(device.alloc(out_bytes)) for _ in range(slots)]
         device.synchronize()
@@ -105,9 +110,11 @@ class Operands:
         return [first, *others]
 
     def poison(self) -> None:
-        """NaN into every output, so that an element nobody writes cannot pass."""
+        """What no product is into every output, so that an element nobody writes cannot pass."""
+        from sp24cli.gpu.matmul import poison
+
         for out in self.outs:
-            self.device.memset(out, 0xFF)
+            self.device.memset(out, poison(self.out_type))
 
     def output(self, slot: int, order: str) -> Array:
         """What was written in that slot, as M×N whatever the order."""
@@ -125,7 +132,8 @@ class Operands:
 class Ours:
     """The sp24 kernel: scales of A and of B applied, in every slot its own weight.
 
-    ``family`` is another than "sp24" for a kernel of ours that the first is compared with.
+    ``family`` is another than "sp24" for a kernel of ours that the first is compared with,
+    ``types`` what it multiplies and sums in, if not those of the operands.
     """
 
     def __init__(
@@ -135,8 +143,10 @@ class Ours:
         kernel: str | None,
         accumulate: str = "fast",
         family: str = "sp24",
+        types: optypes.Operands | None = None,
     ) -> None:
         self._operands = operands
+        self.types = types or operands.types
         self._plans = [
             weight.plan(
                 operands.shape.n,
@@ -145,6 +155,7 @@ class Ours:
                 kernel,
                 accumulate=accumulate,
                 scale_b_k=operands.scale_k,
+                types=self.types,
             )
             for weight in operands.weights
         ]
@@ -226,8 +237,17 @@ class Peers:
 
     def _problem(self, order: str) -> PeerProblem:
         shape, operands = self._operands.shape, self._operands
+        types = operands.types
         return PeerProblem(
-            shape.m, shape.n, shape.k, operands.type.name, operands.out_type, order, self._alpha
+            shape.m,
+            shape.n,
+            shape.k,
+            types.a.name,
+            operands.out_type,
+            order,
+            self._alpha,
+            types.b.name,
+            types.accumulate,
         )
 
     def _weights(self) -> list[Buffer]:

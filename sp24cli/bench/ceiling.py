@@ -13,7 +13,7 @@ from sp24cli.bench.rates import Shape, a_bytes, b_bytes, d_bytes, peak_tflops
 from sp24cli.bench.result import CaseResult, Environment, Row, WgmmaCeiling
 from sp24cli.kernels import manifest
 from sp24cli.kernels.manifest import CeilingEntry
-from sp24cli.optypes import operand_type
+from sp24cli.optypes import OPERANDS, operand_type
 
 if TYPE_CHECKING:
     from sp24cli.gpu.device import Device
@@ -117,7 +117,7 @@ def shares(environment: Environment, case: CaseResult, row: Row) -> tuple[str, f
         assert environment.copy_tbps is not None
         floor = memory_floor_us(case.shape, case.type, environment.copy_tbps)
         return "copy", floor / row.burst.us, floor / row.sustained.us
-    width = operand_type(case.type).itemsize
+    width = OPERANDS[case.type].a.itemsize
     fitting = [c for c in environment.wgmma if operand_type(c.type).itemsize == width]
     if not fitting:
         return None
@@ -142,7 +142,7 @@ def memory_bounds(environment: Environment, case: CaseResult) -> bool:
 
 def memory_floor_us(shape: Shape, type_name: str, copy_tbps: float) -> float:
     """Microseconds that the packed weight alone takes at the rate of a copy."""
-    return a_bytes(shape, operand_type(type_name), sparse=True) / copy_tbps / 1e6
+    return a_bytes(shape, OPERANDS[type_name].a, sparse=True) / copy_tbps / 1e6
 
 
 def bound_by_memory(
@@ -155,7 +155,7 @@ def bound_by_memory(
     clock_khz: int,
 ) -> bool:
     """Whether moving A, B and D once takes longer than the tensor cores at their highest clock."""
-    optype = operand_type(type_name)
+    optype = OPERANDS[type_name].a
     moved = a_bytes(shape, optype, sparse=True) + b_bytes(shape, optype) + d_bytes(shape, out)
     peak = peak_tflops(optype, sparse=True, sm_count=sm_count, clock_khz=clock_khz)
     return moved / copy_tbps > shape.flops / peak

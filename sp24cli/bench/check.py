@@ -5,7 +5,7 @@ Every element of D is compared with float64. The bound of an element has two par
 * rounding of the output, ``u·|d|`` with u half an ulp of the output type (and a few float32
   roundings for the scales);
 * the tensor core's sums. Each step cuts its products and the accumulator to a grid g of 2^-13 of
-  the largest of them for FP8 (2^-22 covers the 16-bit types), and by Cauchy-Schwarz no partial
+  the largest of them for FP8 (2^-22 covers the wider types), and by Cauchy-Schwarz no partial
   sum exceeds ‖a‖·‖b‖.
 
 For normal data the partial sums are a walk that stays far below that, and the bound is calibrated,
@@ -33,7 +33,7 @@ import numpy.typing as npt
 
 from sp24cli import rowblocks
 from sp24cli.bits import widen
-from sp24cli.optypes import OperandType, operand_type
+from sp24cli.optypes import Operands, OperandType, operand_type
 from sp24cli.packed import PackedMatrix
 from sp24cli.scaling import ScaleSpec
 from sp24cli.verify.result import Check
@@ -41,11 +41,19 @@ from sp24cli.verify.result import Check
 Array = npt.NDArray[Any]
 
 #: Half an ulp, relative, of each output type, and three roundings of float32 before it.
-OUT_ROUNDING = {"bf16": 2.0**-8, "f16": 2.0**-11, "f32": 4 * 2.0**-24}
+OUT_ROUNDING = {"bf16": 2.0**-8, "f16": 2.0**-11, "f32": 4 * 2.0**-24, "s32": 0.0}
 #: Half of the smallest subnormal: what rounding may cost near zero.
-OUT_FLOOR = {"bf16": 0.0, "f16": 2.0**-25, "f32": 0.0}
+OUT_FLOOR = {"bf16": 0.0, "f16": 2.0**-25, "f32": 0.0, "s32": 0.0}
 
-_SUM_ROUNDING = {1: 2.0**-13, 2: 2.0**-22}
+_SUM_ROUNDING = {1: 2.0**-13, 2: 2.0**-22, 4: 2.0**-22}
+
+
+def _sum_rounding(operands: Operands) -> float:
+    """The grid of a step; sums of integers are exact, those in f16 cut to its eleven bits."""
+    if operands.accumulate == "s32":
+        return 0.0
+    return 2.0**-10 if operands.accumulate == "f16" else _SUM_ROUNDING[operands.a.itemsize]
+
 
 #: Rows compared at a time by one thread.
 _ROWS = 128
@@ -66,16 +74,16 @@ class Tolerance:
     frobenius: float
 
 
-def tolerance(optype: OperandType, out: str, k: int, *, normal: bool) -> Tolerance:
+def tolerance(operands: Operands, out: str, k: int, *, normal: bool) -> Tolerance:
     """What a right kernel may deviate over a sum of ``k``; see the head of this module.
 
     ``normal``: weight and activations are normal values. Peers are held to the same bounds.
     """
-    unit = _SUM_ROUNDING[optype.itemsize]
+    unit = _sum_rounding(operands)
     length = max(k, 1)
     rounding = OUT_ROUNDING[out]
     # The dense peers take the shortest steps, of 32 bytes along K.
-    steps = -(-length * optype.itemsize // 32)
+    steps = -(-length * operands.a.itemsize // 32)
     if normal:
         # An accumulator that ends at d was d/2 on average; each step cuts at most a grid of it.
         rounding += unit * steps / 2
@@ -126,6 +134,11 @@ def dense_values(packed: PackedMatrix, workers: int) -> Array:
     return out
 
 
+def result_values(output: Array) -> Array:
+    """What a kernel wrote, or operands, in a float type that holds it exactly."""
+    return output.astype(np.float64) if output.dtype == np.int32 else widen(output)
+
+
 def row_norms(codes: Array, workers: int) -> Array:
     """‖row‖ of a matrix of codes or values, float64."""
     norms = np.empty(codes.shape[0])
@@ -160,7 +173,7 @@ def compare(
         scale = rows[part, None]
         expected = reference.product[part] * scale * columns
         with np.errstate(invalid="ignore"):
-            error = np.abs(widen(got[part]) - expected)
+            error = np.abs(result_values(got[part]) - expected)
         size = np.abs(expected)
         bound = (limits.rounding + reference.rounding) * size + limits.floor
         bound += limits.sums * (reference.a_norms[part, None] * scale) * column_norms
@@ -209,7 +222,7 @@ class ExactProblem:
     tokens: Array
 
 
-def exact_problem(packed: PackedMatrix, n: int, seed: int) -> ExactProblem:
+def exact_problem(packed: PackedMatrix, n: int, b_type: OperandType, seed: int) -> ExactProblem:
     """Integers on the mask of ``packed``, as sparse as keeps |D| under 256 (nine deviations)."""
     rng = np.random.default_rng([seed, n])
     row = packed.to_layout("row")
@@ -219,7 +232,7 @@ def exact_problem(packed: PackedMatrix, n: int, seed: int) -> ExactProblem:
     density = min(2 / 3, _EXACT_DEVIATION / math.sqrt(max(1, k // 2)))
     unscaled = ScaleSpec("tensor" if optype.scaled else "none")
     values = _signs(rng, row.values.shape, density).astype(optype.dtype)
-    tokens = _signs(rng, (n, k), density).astype(optype.dtype)
+    tokens = _signs(rng, (n, k), density).astype(b_type.dtype)
     info = replace(row.info, scale=unscaled)
     ones = np.ones(1, np.float32) if optype.scaled else None
     return ExactProblem(replace(row, info=info, values=values, scale=ones), tokens)
@@ -257,5 +270,5 @@ def _blocks_dot(matrix: Array, vector: Array) -> Array:
     """matrix @ vector in float64 without a float64 copy of the whole matrix."""
     out = np.empty(matrix.shape[0])
     for part in rowblocks.row_slices(matrix.shape[0], 2048):
-        out[part] = widen(matrix[part]).astype(np.float64) @ vector
+        out[part] = result_values(matrix[part]).astype(np.float64) @ vector
     return out

@@ -19,6 +19,7 @@ from sp24cli.bench.check import (
     dense_values,
     exact_problem,
     reference_on_cpu,
+    result_values,
     row_norms,
     tolerance,
 )
@@ -27,7 +28,6 @@ from sp24cli.bench.plan import BenchPlan, Case
 from sp24cli.bench.problem import Tokens, over_columns
 from sp24cli.bits import widen
 from sp24cli.errors import VerificationError
-from sp24cli.optypes import operand_type
 from sp24cli.packed import PackedMatrix
 from sp24cli.peers.cublaslt import CublasLt
 from sp24cli.peers.loading import PeerError, PeerProblem
@@ -80,9 +80,7 @@ class Judge:
         self._tokens = tokens
         self._workers = plan.workers
         self.dense = dense_codes(packed, plan.workers)
-        self._limits = tolerance(
-            operand_type(case.type), case.out, case.shape.k, normal=case.normal
-        )
+        self._limits = tolerance(case.operands, case.out, case.shape.k, normal=case.normal)
         # Scales that change along K are part of the sum: ours is compared with the values' product,
         # a peer, which knows no such scales, with that of the codes.
         self._in_sum = packed.info.scale.kind == "block" or tokens.scale_k > 0
@@ -128,7 +126,7 @@ class Judge:
         output = operands.output(0, self._plan.order)
         row_scale: Array | float = 1.0
         column_scale: Array | float = 1.0
-        if not self._in_sum:
+        if operands.scaled and not self._in_sum:
             row_scale = 1.0 if self._packed.scale is None else self._packed.scale
             column_scale = 1.0 if self._tokens.scale is None else self._tokens.scale
         checks: list[Check] = []
@@ -149,7 +147,7 @@ class Judge:
         if self._reference is None and checks[0].passed and not self._in_sum:
             # The peers are compared with our own output, now that its kernel is proven.
             scales = np.outer(np.ravel(row_scale), np.ravel(column_scale))
-            product = widen(output).astype(np.float64) / scales
+            product = result_values(output).astype(np.float64) / scales
             self._peers_reference = self._with_norms(product, self._codes, self._limits.rounding)
         first = _bits(output)
         same = all(
@@ -214,12 +212,13 @@ class Judge:
     def exact(self, ours: Ours) -> Check:
         """A kernel of ours on integers, in the shape and on the mask of this case."""
         seed = self._plan.settings.seed
-        exact = exact_problem(self._packed, self._case.shape.n, seed)
+        exact = exact_problem(self._packed, self._case.shape.n, ours.types.b, seed)
         operands = Operands(
             self._device,
             self._case.shape,
             exact.packed,
             Tokens(exact.tokens, None),
+            ours.types,
             self._case.out,
             slots=1,
         )

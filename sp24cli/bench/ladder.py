@@ -187,7 +187,7 @@ def run(
         say("making operands")
         packed, tokens = case.load()
         slots = _slots(device, case)
-        operands = Operands(device, case.shape, packed, tokens, case.out, slots)
+        operands = Operands(device, case.shape, packed, tokens, case.operands, case.out, slots)
         stack.callback(operands.free)
         chosen = Ours(operands, bench.order, None)
         stack.callback(chosen.free)

@@ -19,8 +19,8 @@ from sp24cli.bench.rates import Shape
 from sp24cli.bench.statistics import Settings
 from sp24cli.checkpoint.packedfile import PackedFile
 from sp24cli.errors import BadInputError, Sp24Error
-from sp24cli.gpu.select import check_blocks
-from sp24cli.optypes import operand_type
+from sp24cli.gpu.select import check_block_scales
+from sp24cli.optypes import OPERANDS, Operands, OperandType, operands
 from sp24cli.packed import PackedMatrix
 from sp24cli.scaling import ScaleKind, ScaleSpec
 
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 Array = npt.NDArray[Any]
 
-#: The output type of each operand type when none is asked for.
-DEFAULT_OUT = {"e4m3": "bf16", "f16": "f16", "bf16": "bf16"}
+#: The output type of an A type when none is asked for, where it is not bf16.
+_DEFAULT_OUT = {"f16": "f16", "s8": "s32", "tf32": "f32"}
 
 #: The block of random weights with block scales, and the columns that a scale of the activations
 #: covers beside a weight with block scales.
@@ -43,8 +43,9 @@ DEFAULT_TOKENS = (16, 128, 4096)
 
 @dataclass(frozen=True)
 class Case:
-    """One problem to time. ``load`` gives its operands, ``weight`` and ``activations`` say in
-    words where they come from, ``normal`` whether both are random normal values."""
+    """One problem to time. ``type`` names its operands (see `optypes.OPERANDS`), ``load`` gives
+    them, ``weight`` and ``activations`` say in words where they come from, ``normal`` whether both
+    are random normal values whose sums may be held to what such sums come to."""
 
     shape: Shape
     type: str
@@ -54,11 +55,16 @@ class Case:
     normal: bool
     load: Callable[[], tuple[PackedMatrix, Tokens]] = field(compare=False, repr=False)
 
+    @property
+    def operands(self) -> Operands:
+        return OPERANDS[self.type]
+
 
 @dataclass(frozen=True)
 class BenchPlan:
     """What to time and how. ``kernel`` names a manifest entry, None leaves the choice to sp24;
-    ``ceiling`` measures what the chip can do beside it; ``accumulate`` is "fast" or "precise"."""
+    ``ceiling`` measures what the chip can do beside it; ``accumulate`` is "fast", "precise"
+    (FP8 sums promoted) or "f16" (f16 summed in f16)."""
 
     cases: tuple[Case, ...]
     order: str
@@ -75,16 +81,21 @@ def plan_shapes(
     shapes: Sequence[Shape],
     type_name: str,
     *,
+    b_type: str | None = None,
+    accumulate: str = "fast",
     out: str | None = None,
     scale: ScaleKind = "tensor",
     activations: str | None = None,
     seed: int = 24,
     workers: int = 1,
 ) -> tuple[Case, ...]:
-    """Random weights of these shapes. Cases that follow one another share a weight of the same
-    M and K. Given activations must have the K of every shape and at least its N rows. ``scale``
-    "block" is `BLOCK` for the weight and a row and `SCALE_K` columns for the activations."""
-    optype = operand_type(type_name)
+    """Random weights of these shapes, of ``type_name`` and, if another, activations of ``b_type``;
+    `BadInputError` where `optypes.operands` has no such. Cases that follow one another share a
+    weight of the same M and K. Given activations must have the K of every shape and at least its
+    N rows. ``scale`` "block" is `BLOCK` for the weight and a row and `SCALE_K` columns for the
+    activations; ``accumulate`` is as for `BenchPlan`."""
+    types = operands(type_name, b_type, "f16" if accumulate == "f16" else None)
+    optype = types.a
     spec = ScaleSpec(scale, BLOCK if scale == "block" else None)
     if not optype.scaled:
         spec = ScaleSpec("none")
@@ -102,16 +113,16 @@ def plan_shapes(
                 last.clear()
                 last[key] = random_weight(shape.m, shape.k, optype, spec, seed, workers)
             if given is not None:
-                return last[key], quantize_tokens(given[: shape.n], optype, workers, scale_k)
-            return last[key], random_tokens(shape.n, shape.k, optype, seed, workers, scale_k)
+                return last[key], quantize_tokens(given[: shape.n], types.b, workers, scale_k)
+            return last[key], random_tokens(shape.n, shape.k, types.b, seed, workers, scale_k)
 
         return Case(
             shape,
-            type_name,
-            out or DEFAULT_OUT[type_name],
+            types.name,
+            out or _default_out(types),
             f"random normal, seed {seed}, pruned by magnitude",
             activations or f"random normal, seed {seed}",
-            given is None,
+            given is None and types.accumulate != "f16",
             load,
         )
 
@@ -122,6 +133,8 @@ def plan_file(
     path: str,
     counts: Sequence[int],
     *,
+    b_type: str | None = None,
+    accumulate: str = "fast",
     out: str | None = None,
     activations: str | None = None,
     seed: int = 24,
@@ -139,11 +152,12 @@ def plan_file(
         for name, info in packed_file.packed.items():
             if given is not None and info.shape[1] != given.shape[1]:
                 continue
-            try:
-                check_blocks(info.type, info.scale.block)
-            except Sp24Error as error:
-                notes.append(f"{name}: not timed: {error}")
-                continue
+            if info.scale.block is not None:
+                try:
+                    check_block_scales(info.type, info.scale.block)
+                except Sp24Error as error:
+                    notes.append(f"{name}: not timed: {error}")
+                    continue
             chosen.setdefault((info.shape, info.type, info.scale), []).append(name)
     if not chosen:
         fits = "" if given is None else f" with K = {given.shape[1]}, as the activations have,"
@@ -152,30 +166,40 @@ def plan_file(
     for ((m, k), type_name, _), names in chosen.items():
         if len(names) > 1:
             notes.append(f"{names[0]} ({m}x{k}) stands for {len(names)} weights of its shape")
+        types = operands(type_name, b_type, "f16" if accumulate == "f16" else None)
         for n in counts or ((given.shape[0],) if given is not None else DEFAULT_TOKENS):
             if given is not None:
                 _check_rows(activations or "", given, n, k)
-            load = _file_loader(path, names[0], n, given, seed, workers)
+            load = _file_loader(path, names[0], n, types.b, given, seed, workers)
             source = activations or f"random normal, seed {seed}"
-            written = out or DEFAULT_OUT[type_name]
+            written = out or _default_out(types)
             weight = f"{path}: {names[0]}"
-            cases.append(Case(Shape(m, n, k), type_name, written, weight, source, False, load))
+            cases.append(Case(Shape(m, n, k), types.name, written, weight, source, False, load))
     return tuple(cases), tuple(notes)
 
 
 def _file_loader(
-    path: str, name: str, n: int, given: Array | None, seed: int, workers: int
+    path: str,
+    name: str,
+    n: int,
+    b_type: OperandType,
+    given: Array | None,
+    seed: int,
+    workers: int,
 ) -> Callable[[], tuple[PackedMatrix, Tokens]]:
     def load() -> tuple[PackedMatrix, Tokens]:
         with PackedFile(path) as packed_file:
             packed = packed_file.load(name)
-        optype = operand_type(packed.info.type)
         scale_k = SCALE_K if packed.info.scale.kind == "block" else 0
         if given is not None:
-            return packed, quantize_tokens(given[:n], optype, workers, scale_k)
-        return packed, random_tokens(n, packed.shape[1], optype, seed, workers, scale_k)
+            return packed, quantize_tokens(given[:n], b_type, workers, scale_k)
+        return packed, random_tokens(n, packed.shape[1], b_type, seed, workers, scale_k)
 
     return load
+
+
+def _default_out(types: Operands) -> str:
+    return _DEFAULT_OUT.get(types.a.name, "bf16")
 
 
 def _check_rows(where: str, given: Array, n: int, k: int) -> None:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from sp24cli.bench.rates import a_bytes, b_bytes, d_bytes, peak_tflops
 from sp24cli.bench.result import BenchResult, CaseResult, Row
 from sp24cli.errors import Sp24Error
-from sp24cli.optypes import operand_type
+from sp24cli.optypes import OPERANDS
+from sp24cli.pruning.pattern import pattern_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -158,7 +159,7 @@ def _bars(
 
 def _intensity(case: CaseResult, row: Row) -> float:
     """Dense-equivalent flops for each byte of A, B and D moved once."""
-    optype = operand_type(case.type)
+    optype = OPERANDS[case.type].a
     moved = (
         a_bytes(case.shape, optype, sparse=row.role.sparse)
         + b_bytes(case.shape, optype)
@@ -222,14 +223,16 @@ def _limits(plot: Axes, result: BenchResult, points: Sequence[tuple[float, float
     e = result.environment
     peaks: dict[float, list[str]] = {}
     for name in _types(result):
+        optype = OPERANDS[name].a
+        pattern = str(pattern_of(optype))
         for sparse in (True, False):
             peak = peak_tflops(
-                operand_type(name),
+                optype,
                 sparse=sparse,
                 sm_count=e.sm_count,
                 clock_khz=round(e.clock_mhz_max * 1000),
             )
-            peaks.setdefault(peak, []).append(f"{name} {'2:4' if sparse else 'dense'}")
+            peaks.setdefault(peak, []).append(f"{name} {pattern if sparse else 'dense'}")
     top = max(peaks)
     left, right = 0.6 * min(x for x, _ in points), 1.8 * max(x for x, _ in points)
     left = min(left, right / 30)  # few shapes must not lie under the words on the left

@@ -13,11 +13,13 @@ import numpy.typing as npt
 
 from sp24cli import rowblocks
 from sp24cli.bench.rates import Shape
+from sp24cli.bits import NUMBER_TYPES
 from sp24cli.checkpoint.reader import SafetensorsFile
 from sp24cli.errors import BadInputError
 from sp24cli.fp8 import convert
 from sp24cli.optypes import OperandType
 from sp24cli.packed import PackedMatrix, pack
+from sp24cli.pruning.pattern import TWO_OF_FOUR, pattern_of, prune_magnitude
 from sp24cli.scaling import ScaleSpec, amax, quotient, scales_from_amax
 from sp24cli.sparsity import prune_24
 
@@ -128,20 +130,22 @@ def random_weight(
 ) -> PackedMatrix:
     """A normal weight [m, k], pruned by magnitude and packed (layout ``sm90``).
 
-    The source is float16 for the f16 kernels and bfloat16 for the others, so that no operand
-    bit is always zero: idle bits save power and flatter the clock.
+    The source has the bits that the operand type has, so that none of them is always zero: idle
+    bits save power and flatter the clock.
     """
-    half = optype.name == "f16"
-    source = np.dtype(np.float16) if half else np.dtype(ml_dtypes.bfloat16)
-    dense = random_normal(m, k, seed, source, workers)
-    prune_24(dense, out=dense, workers=workers)
+    kind = {"f16": "F16", "tf32": "F32"}.get(optype.name, "BF16")
+    dense = random_normal(m, k, seed, NUMBER_TYPES[kind].dtype, workers)
+    if pattern_of(optype) == TWO_OF_FOUR:
+        prune_24(dense, out=dense, workers=workers)
+    else:
+        dense = prune_magnitude(dense, pattern_of(optype))
     packed, _ = pack(
         dense,
         optype,
         scale,
         layout="sm90",
         pruned="magnitude",
-        source_dtype="F16" if half else "BF16",
+        source_dtype=kind,
         workers=workers,
     )
     return packed
@@ -149,7 +153,7 @@ def random_weight(
 
 @dataclass(frozen=True)
 class Tokens:
-    """Activations as a kernel reads them: ``codes`` [N, K] of the operand type and, for scaled
+    """Activations as a kernel reads them: ``codes`` [N, K] of type B and, for scaled
     types, ``scale`` float32: [N], one multiplier a row, or with ``scale_k`` [N, ceil(K/scale_k)],
     one a row and so many columns."""
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sp24cli.optypes import OperandType, operand_type
+from sp24cli.optypes import OPERANDS, OperandType
 
 #: Dense multiply-adds of one SM in one cycle by operand bytes. Source: wgmma m64n256 takes 128
 #: cycles for K 32 of an 8-bit type and K 16 of a 16-bit one (64·256·32/128 = 4096), and a
-#: Hopper's published rates over its SMs and boost clock come to the same.
-DENSE_FMA_PER_CYCLE = {1: 4096, 2: 2048}
+#: Hopper's published rates over its SMs and boost clock come to the same, for tf32 too.
+DENSE_FMA_PER_CYCLE = {1: 4096, 2: 2048, 4: 1024}
 
-_OUT_BYTES = {"f16": 2, "bf16": 2, "f32": 4}
+_OUT_BYTES = {"f16": 2, "bf16": 2, "f32": 4, "s32": 4}
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,8 @@ def a_bytes(shape: Shape, optype: OperandType, *, sparse: bool) -> int:
     """Bytes of A as a kernel must read it: values and metadata, or the dense matrix."""
     if not sparse:
         return shape.m * shape.k * optype.itemsize
-    return shape.m * (shape.k // 2) * optype.itemsize + shape.m * -(-shape.k // 8)
+    metadata = -(-optype.meta_k(shape.k) // 8)
+    return shape.m * (shape.k // 2) * optype.itemsize + shape.m * metadata
 
 
 def b_bytes(shape: Shape, optype: OperandType) -> int:
@@ -75,8 +76,8 @@ def rates(
     sm_count: int,
     clock_khz: int,
 ) -> Rates:
-    """Rates of one product that took ``us`` microseconds."""
-    optype = operand_type(type_name)
+    """Rates of one product of the operands ``type_name`` that took ``us`` microseconds."""
+    optype = OPERANDS[type_name].a
     moved = a_bytes(shape, optype, sparse=sparse) + b_bytes(shape, optype) + d_bytes(shape, out)
     tflops = shape.flops / us / 1e6
     peak = peak_tflops(optype, sparse=sparse, sm_count=sm_count, clock_khz=clock_khz)

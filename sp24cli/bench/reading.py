@@ -14,7 +14,7 @@ from sp24cli.bench.ladder import SCHEMA as LADDER_SCHEMA
 from sp24cli.bench.ladder import LadderResult
 from sp24cli.bench.result import SCHEMA, BenchResult
 from sp24cli.errors import BadInputError
-from sp24cli.optypes import OPERAND_TYPES
+from sp24cli.optypes import OPERANDS
 
 
 def read_result(path: str) -> BenchResult:
@@ -36,7 +36,7 @@ def read_any(path: str) -> BenchResult | LadderResult:
         return read_result(path)
     result = _read(path, "sp24.ladder", LADDER_SCHEMA, LadderResult)
     assert isinstance(result, LadderResult)
-    if not result.rows or result.type not in OPERAND_TYPES:
+    if not result.rows or result.type not in OPERANDS:
         raise BadInputError(f"{path}: a ladder of {result.type} with {len(result.rows)} rungs")
     if not all(0 < f.us < math.inf for r in result.rows for f in (r.row.burst, r.row.sustained)):
         raise BadInputError(f"{path}: a time that is not positive")
@@ -69,7 +69,7 @@ def _read(path: str, key: str, schema: int, kind: type[Any]) -> Any:
 def _fault(result: BenchResult) -> str | None:
     """What reports and comparisons rely on and types do not say."""
     for i, case in enumerate(result.cases):
-        if case.type not in OPERAND_TYPES or case.out not in OUT_ROUNDING:
+        if case.type not in OPERANDS or case.out not in OUT_ROUNDING:
             return f"cases[{i}] multiplies {case.type} into {case.out}"
         if min(case.shape.m, case.shape.n, case.shape.k) < 1:
             return f"cases[{i}].shape is {case.shape}"

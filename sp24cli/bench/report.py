@@ -116,14 +116,14 @@ def comma_separated(result: BenchResult) -> str:
 
 def kernel_list(kernels: Manifest) -> str:
     """The GEMM kernels of the package, one a line."""
-    head = ("kernel", "A", "B", "out", "order", "sums", "tile", "cluster", "split", "stages",
-            "threads",
-            "shared", "registers")  # fmt: skip
+    head = ("kernel", "A", "B", "sum", "out", "order", "sums", "tile", "cluster", "split", "stages",
+            "threads", "shared", "registers")  # fmt: skip
     rows = [
         (
             e.name,
             e.a_type,
             e.b_type,
+            e.accumulate,
             e.out_type,
             e.order,
             e.summation,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy.typing as npt
 
 import sp24cli
+from sp24cli import optypes
 from sp24cli.bench.candidates import (
     Candidate,
     Operands,
@@ -42,7 +43,6 @@ from sp24cli.bench.result import (
 from sp24cli.bench.statistics import rotation
 from sp24cli.errors import Sp24Error
 from sp24cli.kernels import manifest
-from sp24cli.optypes import operand_type
 from sp24cli.peers.cublaslt import CublasLt
 from sp24cli.peers.cusparselt import CusparseLt
 from sp24cli.peers.loading import PeerAbsent, PeerError
@@ -159,11 +159,11 @@ def _run_case(bench: _Bench, case: Case, tell: Progress) -> CaseResult:
     device, plan = bench.device, bench.plan
     tell("making operands")
     packed, tokens = case.load()
-    optype = operand_type(case.type)
-    input_bytes = a_bytes(case.shape, optype, sparse=True) + b_bytes(case.shape, optype)
+    types = case.operands
+    input_bytes = a_bytes(case.shape, types.a, sparse=True) + b_bytes(case.shape, types.b)
     turn = rotation(input_bytes, device.l2_bytes, device.mem_bytes // 8)
     with ExitStack() as stack:
-        operands = Operands(device, case.shape, packed, tokens, case.out, turn.slots)
+        operands = Operands(device, case.shape, packed, tokens, types, case.out, turn.slots)
         stack.callback(operands.free)
         ours = Ours(operands, plan.order, plan.kernel, plan.accumulate)
         stack.callback(ours.free)
@@ -183,9 +183,10 @@ def _run_case(bench: _Bench, case: Case, tell: Progress) -> CaseResult:
             if in_sum:
                 codes = Tokens(tokens.codes, None)
                 bare = without_scales(packed)
-                plain = Operands(device, case.shape, bare, codes, case.out, turn.slots)
+                plain = Operands(device, case.shape, bare, codes, types, case.out, turn.slots)
                 stack.callback(plain.free)
-            fast = Ours(plain, plan.order, None, family="sp24 fast")
+            widest = optypes.operands(types.a.name, types.b.name)
+            fast = Ours(plain, plan.order, None, family="sp24 fast", types=widest)
             stack.callback(fast.free)
             tell(f"verifying {fast.kernel.name}")
             candidates.append(fast)
@@ -195,7 +196,8 @@ def _run_case(bench: _Bench, case: Case, tell: Progress) -> CaseResult:
         skipped: list[tuple[str, str]] = []
         if plan.peers:
             try:
-                peers = Peers(operands, judge.dense, tensor_alpha(packed), plan.order)
+                alpha = tensor_alpha(packed) if operands.scaled else 1.0
+                peers = Peers(operands, judge.dense, alpha, plan.order)
             except PeerError as error:
                 skipped.append(("peers", str(error)))
             else:

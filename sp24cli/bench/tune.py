@@ -11,19 +11,17 @@ import numpy as np
 import numpy.typing as npt
 
 from sp24cli.bench.candidates import Operands, Ours
-from sp24cli.bench.check import tolerance
+from sp24cli.bench.check import result_values, tolerance
 from sp24cli.bench.instrument import DeviceTimer, Instrument
 from sp24cli.bench.plan import BenchPlan, Case
 from sp24cli.bench.rates import a_bytes, b_bytes
 from sp24cli.bench.report import align, significant
 from sp24cli.bench.result import Failure, Progress, mean_and_least
 from sp24cli.bench.statistics import rotation
-from sp24cli.bits import widen
 from sp24cli.errors import Sp24Error, VerificationError
 from sp24cli.gpu.select import Choice, candidates, choose
 from sp24cli.kernels import manifest
 from sp24cli.kernels.choices import Measured, Problem, Table, shipped
-from sp24cli.optypes import operand_type
 
 if TYPE_CHECKING:
     from sp24cli.gpu.device import Device
@@ -103,11 +101,11 @@ def _times(
 ) -> tuple[dict[str, float], str]:
     """Microseconds of every kernel that applies, and how they sum."""
     packed, tokens = case.load()
-    optype = operand_type(case.type)
-    input_bytes = a_bytes(case.shape, optype, sparse=True) + b_bytes(case.shape, optype)
+    types = case.operands
+    input_bytes = a_bytes(case.shape, types.a, sparse=True) + b_bytes(case.shape, types.b)
     turn = rotation(input_bytes, device.l2_bytes, device.mem_bytes // 8)
     with ExitStack() as stack:
-        operands = Operands(device, case.shape, packed, tokens, case.out, turn.slots)
+        operands = Operands(device, case.shape, packed, tokens, types, case.out, turn.slots)
         stack.callback(operands.free)
         kernels = []
         summation = operands.weights[0].summation(plan.accumulate, operands.scale_k)
@@ -128,15 +126,13 @@ def _agree(
 ) -> None:
     """`VerificationError` unless all kernels give one product, to within twice the rounding that
     each is allowed."""
-    limit = (
-        2 * tolerance(operand_type(case.type), case.out, case.shape.k, normal=case.normal).frobenius
-    )
+    limit = 2 * tolerance(case.operands, case.out, case.shape.k, normal=case.normal).frobenius
     first: Array | None = None
     for ours in kernels:
         operands.poison()
         device.synchronize()
         ours.enqueue(0)
-        output = widen(operands.output(0, plan.order))
+        output = result_values(operands.output(0, plan.order))
         if first is None:
             first = output
         error = float(np.linalg.norm(output - first))

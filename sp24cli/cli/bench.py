@@ -92,13 +92,19 @@ def _file_option(name: str, what: str) -> Callable[[Any], Any]:
 @click.option(
     "--type",
     "type_name",
-    type=click.Choice(["e4m3", "f16", "bf16"]),
-    help="Operand type of random weights.  [default: e4m3]",
+    type=click.Choice(["e4m3", "e5m2", "f16", "bf16", "s8", "tf32"]),
+    help="Operand type of random weights, and of the activations.  [default: e4m3]",
+)
+@click.option(
+    "--b-type",
+    type=click.Choice(["e4m3", "e5m2"]),
+    help="Type of the activations, where it is the other FP8 type.",
 )
 @click.option(
     "--out",
-    type=click.Choice(["bf16", "f16", "f32"]),
-    help="Output type.  [default: f16 for f16, else bf16]",
+    type=click.Choice(["bf16", "f16", "f32", "s32"]),
+    help="Output type; s32 of s8 alone, without scales.  [default: f16 for f16, f32 for tf32, s32 "
+    "for s8, else bf16]",
 )
 @click.option(
     "--order",
@@ -110,16 +116,17 @@ def _file_option(name: str, what: str) -> Callable[[Any], Any]:
 @click.option(
     "--scale",
     type=click.Choice(["tensor", "vector", "block"]),
-    help="Scale of random e4m3 weights; peers know tensor only. Block is 128x128, with activations "
-    "scaled by token and 128 of K.  [default: tensor]",
+    help="Scale of random 8-bit weights; peers know tensor only. Block, of e4m3, is 128x128, with "
+    "activations scaled by token and 128 of K.  [default: tensor]",
 )
 @click.option(
     "--accumulate",
-    type=click.Choice(["fast", "precise"]),
+    type=click.Choice(["fast", "precise", "f16"]),
     default="fast",
     show_default=True,
-    help="Sums of FP8 in the tensor cores alone, or promoted to float32 every 256 of K and timed "
-    "beside the fast ones. Block scales are promoted every 128 in any case.",
+    help="Sums of the tensor cores alone, or those of e4m3 promoted to float32 every 256 of K, or "
+    "those of f16 kept in f16, of eleven bits; either is timed beside the fast ones. Block scales "
+    "are promoted every 128 in any case.",
 )
 @click.option(
     "--activations",
@@ -209,6 +216,7 @@ def bench(
     suite: str | None,
     counts: tuple[int, ...],
     type_name: str | None,
+    b_type: str | None,
     out: str | None,
     order: str,
     scale: ScaleKind | None,
@@ -260,6 +268,8 @@ def bench(
     elif rungs:
         raise click.UsageError("--rung is for --ladder")
     _check_usage(packed, shapes, suite, counts, type_name, scale, kernel)
+    if packed is None:
+        _check_types(type_name or "e4m3", b_type, accumulate, out)
     targets = _targets(json_file, csv_file, md_file, plot_file)
 
     from sp24cli.bench.ladder import LadderResult
@@ -293,12 +303,21 @@ def bench(
     notes: tuple[str, ...] = ()
     if packed is not None:
         cases, notes = plan_file(
-            packed, counts, out=out, activations=activations, seed=seed, workers=threads
+            packed,
+            counts,
+            b_type=b_type,
+            accumulate=accumulate,
+            out=out,
+            activations=activations,
+            seed=seed,
+            workers=threads,
         )
     else:
         cases = plan_shapes(
             _shapes(shapes, suite, seed),
             type_name or "e4m3",
+            b_type=b_type,
+            accumulate=accumulate,
             out=out,
             scale=scale or "tensor",
             activations=activations,
@@ -420,6 +439,21 @@ def _check_usage(
         raise click.UsageError("--n is for PACKED; a shape has its own N")
     if kernel is not None and kernel not in {entry.name for entry in manifest.load().entries}:
         raise click.UsageError(f"no kernel is called {kernel!r} (see sp24 bench --list)")
+
+
+def _check_types(type_name: str, b_type: str | None, accumulate: str, out: str | None) -> None:
+    """A usage error for operands or an output that no kernel has."""
+    from sp24cli.errors import BadInputError
+    from sp24cli.kernels import manifest
+    from sp24cli.optypes import operands
+
+    try:
+        name = operands(type_name, b_type, "f16" if accumulate == "f16" else None).name
+    except BadInputError as fault:
+        raise click.UsageError(str(fault)) from None
+    outputs = dict.fromkeys(e.out_type for e in manifest.load().entries if e.type == name)
+    if out is not None and out not in outputs:
+        raise click.UsageError(f"--out {out}: {name} is multiplied into {', '.join(outputs)} only")
 
 
 def _shapes(shapes: tuple[Shape, ...], name: str | None, seed: int) -> tuple[Shape, ...]:

@@ -57,7 +57,7 @@ def calibration_options(command: _Command) -> _Command:
             metavar="N:M",
             default=str(TWO_OF_FOUR),
             show_default=True,
-            help="Keep N of every M neighbours. Only 2:4 can be packed.",
+            help="Keep N of every M neighbours. Only 2:4 can be packed, and 1:2 as tf32.",
         ),
         click.option(
             "--block-size",

@@ -26,12 +26,13 @@ from sp24cli.cli.options import (
 )
 from sp24cli.cli.sidefile import check_report, write_report
 from sp24cli.errors import BadInputError
-from sp24cli.fp8 import Overflow
+from sp24cli.fp8 import Overflow, check_overflow
 from sp24cli.ops import Done, QuantizeReport, quantize_checkpoint
 from sp24cli.ops.choose import Method
 from sp24cli.ops.unpack import DENSE_TYPES
 from sp24cli.optypes import OPERAND_TYPES, OperandType
 from sp24cli.packed import Layout
+from sp24cli.pruning.pattern import TWO_OF_FOUR, pattern_of
 from sp24cli.scaling import ScaleSpec
 
 
@@ -50,7 +51,7 @@ from sp24cli.scaling import ScaleSpec
     "--scale",
     type=click.Choice(["tensor", "vector", "block", "mx"]),
     help="One scale a tensor, a row, a block, or 32 columns of a row (mx: a power of two, rounded "
-    "up, stored as E8M0). Needed for e4m3; f16 and bf16 have none.",
+    "up, stored as E8M0). Needed for e4m3, e5m2 and s8; f16, bf16 and tf32 have none.",
 )
 @click.option(
     "--block",
@@ -64,7 +65,7 @@ from sp24cli.scaling import ScaleSpec
     default="satfinite",
     show_default=True,
     help="What a value beyond the type's range becomes: the largest finite value, or NaN "
-    "(infinity in f16 and bf16).",
+    "(infinity where the type has one; s8 has neither).",
 )
 @click.option(
     "--layout",
@@ -73,7 +74,7 @@ from sp24cli.scaling import ScaleSpec
     show_default=True,
     help="Rows of values and metadata, or the block images that the kernels read.",
 )
-@click.option("--prune", is_flag=True, help="Prune what is not 2:4 yet.")
+@click.option("--prune", is_flag=True, help="Prune what is not 2:4 (tf32: 1:2) yet.")
 @method_option("magnitude", "wanda")
 @norms_option
 @permute_option
@@ -116,14 +117,18 @@ def quantize(
 ) -> None:
     """Pack the 2:4 weights of IN: kept values in --type, their indices, and scales.
 
-    A weight that is not 2:4 is an error unless --prune is given. All other tensors are copied
-    byte for byte. Prints, by tensor, the signal-to-noise ratio of the kept values and how many
-    of them were clipped or became zero.
+    A weight that is not 2:4 is an error unless --prune is given; for tf32 it must be 1:2. All
+    other tensors are copied byte for byte. Prints, by tensor, the signal-to-noise ratio of the
+    kept values and how many of them were clipped or became zero.
 
     IN is a safetensors file or a whole checkpoint, as for sp24 prune.
     """
     optype = OPERAND_TYPES[type_name]
     spec = _scale_spec(optype, scale, block)
+    try:
+        check_overflow(optype, overflow)
+    except BadInputError as fault:
+        raise click.UsageError(f"--overflow {overflow}: {fault}") from fault
     calibration = make_calibration(
         spec,
         overflow,
@@ -136,7 +141,10 @@ def quantize(
     )
     if not prune and (method != "magnitude" or permute):
         raise click.UsageError("--method and --permute go with --prune only")
-    choice = make_choice(method, norms=activation_norms, permute=permute)
+    pattern = pattern_of(optype)
+    if permute and pattern != TWO_OF_FOUR:
+        raise click.UsageError(f"--permute does not go with --type {type_name}, which is {pattern}")
+    choice = make_choice(method, norms=activation_norms, permute=permute, pattern=str(pattern))
     target = require_output(output, dry_run=dry_run)
     check_report(report, source, target, overwrite=force)
     with console.progress("quantize", quiet=quiet) as progress:

@@ -43,7 +43,8 @@ BITMASK = "sparse-24-bitmask"
 FP8 = "compressed-tensors-fp8"
 FORMATS = (SP24, FP8, BITMASK)
 
-_OPERANDS = {optype.safetensors: optype.name for optype in OPERAND_TYPES.values()}
+#: The operand types that these formats have, by dtype.
+_OPERANDS = {OPERAND_TYPES[name].safetensors: name for name in ("e4m3", "f16", "bf16")}
 _E4M3 = "F8_E4M3"
 _MASK_SUFFIX = f".{bitmask.PARTS[-1]}"
 

@@ -22,6 +22,7 @@ _CUDA = 2  # kDLCUDA
 #: (type code, bits) of DLPack.
 _DLPACK_TYPES: dict[tuple[int, int], np.dtype[Any]] = {
     (0, 8): np.dtype(np.int8),
+    (0, 32): np.dtype(np.int32),
     (1, 8): np.dtype(np.uint8),
     (2, 16): np.dtype(np.float16),
     (2, 32): np.dtype(np.float32),

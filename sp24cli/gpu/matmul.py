@@ -10,15 +10,29 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from sp24cli.errors import Sp24Error
+from sp24cli.errors import BadInputError, Sp24Error
 from sp24cli.gpu.arguments import pack_struct, tensor_map
 from sp24cli.gpu.arrays import DeviceArray, View, view
 from sp24cli.gpu.device import Buffer, Device, Kernel
 from sp24cli.gpu.order import tile_order
-from sp24cli.gpu.select import Choice, block_summation, candidates, check_blocks, chosen, cta_tiles
+from sp24cli.gpu.select import (
+    Choice,
+    block_summation,
+    candidates,
+    check_block_scales,
+    chosen,
+    cta_tiles,
+)
 from sp24cli.kernels import manifest
 from sp24cli.kernels.choices import Problem
-from sp24cli.optypes import BLOCK_ROWS, OperandType, operand_type
+from sp24cli.optypes import (
+    BLOCK_ROWS,
+    OPERANDS,
+    Operands,
+    OperandType,
+    operand_type,
+    operands,
+)
 from sp24cli.packed import PackedMatrix
 
 #: The output types, as numpy knows them.
@@ -26,7 +40,13 @@ OUT_DTYPES: dict[str, np.dtype[Any]] = {
     "bf16": np.dtype(ml_dtypes.bfloat16),
     "f16": np.dtype(np.float16),
     "f32": np.dtype(np.float32),
+    "s32": np.dtype(np.int32),
 }
+
+
+def poison(out: str) -> int:
+    """A byte that, written all over an output, makes NaN or a number that no product is."""
+    return 0x80 if out == "s32" else 0xFF
 
 
 @dataclass(frozen=True)
@@ -62,7 +82,8 @@ class Plan:
         ``out`` is [n, M] (order ``nm``) or [M, n] (``mn``), rows of ``ldd`` elements (tight by
         default). ``scale_b`` is one f32, or one a row of B with ``scale_b_rows``, or [n,
         ceil(K/scale_b_k)] f32 with the plan's ``scale_b_k``; ``bias`` one f32 a row of A. ``x``
-        and its row pitch in bytes are multiples of 16.
+        and its row pitch in bytes are multiples of 16. Into s32 go the sums of the codes: no scale,
+        that of the weight neither, and no bias.
         """
         weight, entry, device = self.weight, self.kernel, self.weight.device
         m, k = weight.shape
@@ -74,6 +95,8 @@ class Plan:
         ldd = tight if ldd is None else ldd
         if ldd < tight:
             raise Sp24Error(f"rows of {tight} elements do not fit a pitch of {ldd}")
+        if not entry.scales and (scale_b is not None or bias is not None):
+            raise Sp24Error(f"{entry.out_type} are plain sums: no scale and no bias goes with them")
         out_ptr = _pointer(out)
         b = tensor_map(
             _pointer(x), k * item, self.n, ldx * item, (entry.box_bytes_b, entry.box_rows_b)
@@ -171,7 +194,8 @@ class SparseWeight:
         info = packed.info
         optype = operand_type(info.type)
         spec = info.scale
-        check_blocks(info.type, spec.block)
+        if spec.block is not None:
+            check_block_scales(optype.name, spec.block)
         scale = None
         if packed.scale is not None and packed.scale.size:
             scale = device.upload(packed.scale)
@@ -185,9 +209,11 @@ class SparseWeight:
 
     def summation(self, accumulate: str, scale_b_k: int) -> str:
         """How a product sums (`manifest.SUMMATIONS`): as ``accumulate`` says, "fast" or "precise",
-        unless scales of A or, by ``scale_b_k``, of B change along K."""
-        if accumulate not in ("fast", "precise"):
-            raise Sp24Error(f"accumulation is fast or precise, not {accumulate!r}")
+        unless scales of A or, by ``scale_b_k``, of B change along K. "f16" is fast: what it says is
+        the type of the sums."""
+        if accumulate not in ("fast", "precise", "f16"):
+            raise Sp24Error(f"accumulation is fast, precise or f16, not {accumulate!r}")
+        accumulate = "fast" if accumulate == "f16" else accumulate
         if self.block is None and not scale_b_k:
             return accumulate
         rows, columns = self.block or (int(self.scale_rows), 0)
@@ -202,23 +228,28 @@ class SparseWeight:
         raster: int | None = None,
         accumulate: str = "fast",
         scale_b_k: int = 0,
+        types: Operands | None = None,
     ) -> Plan:
         """The kernel for ``n`` tokens, or the one named ``kernel``.
 
-        ``accumulate`` is "fast" or "precise" (see `summation`); ``scale_b_k`` the K that a scale of
-        the tokens will cover, 0 where they have one a row, one in all or none.
+        ``accumulate`` is "fast", "precise" or "f16" (see `summation`); ``scale_b_k`` the K that a
+        scale of the tokens will cover, 0 where they have one a row, one in all or none. ``types``
+        are the weight's type, that of the tokens and of the sums: as `optypes.operands` has them
+        for the weight unless given.
         """
-        summation = self.summation(accumulate, scale_b_k)
+        if types is None:
+            types = operands(self.type.name, None, "f16" if accumulate == "f16" else None)
+        name, summation = types.name, self.summation(accumulate, scale_b_k)
         if kernel is None:
             m, k = self.shape
-            problem = Problem(self.type.name, out_dtype, order, m, n, k, summation)
+            problem = Problem(name, out_dtype, order, m, n, k, summation)
             choice = chosen(self.device, problem)
         else:
-            found = candidates(self.type.name, out_dtype, order, summation, able=True)
+            found = candidates(name, out_dtype, order, summation, able=True)
             named = [e for e in found if e.name == kernel]
             if not named:
                 raise Sp24Error(
-                    f"no kernel {kernel!r} for {self.type.name} into {out_dtype} {order}: "
+                    f"no kernel {kernel!r} for {name} into {out_dtype} {order}: "
                     f"there are {', '.join(e.name for e in found)}"
                 )
             choice = Choice(named[0], "name")
@@ -231,7 +262,7 @@ def matmul(
     x: Any,
     *,
     out: Any = None,
-    out_dtype: str = "bf16",
+    out_dtype: str | None = None,
     order: str = "nm",
     scale: Any = None,
     scale_k: int = 128,
@@ -244,10 +275,14 @@ def matmul(
 
     Args:
         weight: A [M, K], from `SparseWeight.upload`.
-        x: B [N, K] of the weight's type, or its bits as uint8, K contiguous. If its rows do not
-            start at multiples of 16 bytes it is copied first.
+        x: B [N, K] of the weight's type, or its bits as unsigned integers, K contiguous; of the
+            other FP8 type for an FP8 weight. Of float32 that multiplies tf32, the lowest 13 bits
+            are ignored: `fp8.to_tf32` rounds. If its rows do not start at multiples of 16 bytes
+            it is copied first.
         out: where D goes, [N, M] (order ``nm``) or [M, N] (``mn``), its rows contiguous, of type
-            bf16, f16 or f32. Without it a `DeviceArray` of ``out_dtype`` is returned.
+            bf16, f16 or f32, or for s8 int32. Without it a `DeviceArray` of ``out_dtype`` is
+            returned, by default bf16, or f16 where the sums are. int32 are the plain sums of
+            products of codes.
         scale: f32, one for all of x, one a row of it, or [N, ceil(K / scale_k)]: one a row and
             ``scale_k`` columns, a multiple of 64.
         bias: f32 [M].
@@ -261,8 +296,7 @@ def matmul(
     m, k = weight.shape
     device, item = weight.device, weight.type.itemsize
     b = view(x, "x", stream)
-    if b.dtype not in (weight.type.dtype, np.dtype(f"u{item}")):
-        raise Sp24Error(f"x is {b.dtype}, the weight is {weight.type.dtype}")
+    types = _types(weight.type, b.dtype, accumulate)
     if len(b.shape) != 2 or b.shape[1] != k:
         raise Sp24Error(f"x is {list(b.shape)}, the weight {[m, k]} needs [N, {k}]")
     n = b.shape[0]
@@ -276,6 +310,8 @@ def matmul(
         if not named:
             raise Sp24Error(f"out is {d.dtype}, the kernels write {', '.join(OUT_DTYPES)}")
         out_dtype = named[0]
+    if out_dtype is None:
+        out_dtype = "f16" if types.accumulate == "f16" else "bf16"
     shape = (n, m) if order == "nm" else (m, n)
     if d is None:
         out = DeviceArray(device, shape, OUT_DTYPES[out_dtype])
@@ -293,7 +329,9 @@ def matmul(
         scale_b_k = scale_k if by_block else 0
         scales = _vector(scale, "scale", (n * blocks,) if by_block else (1, n), stream)
     biases = None if bias is None else _vector(bias, "bias", (m,), stream)
-    plan = weight.plan(n, out_dtype, order, kernel, accumulate=accumulate, scale_b_k=scale_b_k)
+    plan = weight.plan(
+        n, out_dtype, order, kernel, accumulate=accumulate, scale_b_k=scale_b_k, types=types
+    )
     ptr = b.ptr
     spare = None
     if ptr % 16 or ldx * item % 16:
@@ -315,6 +353,18 @@ def matmul(
         device.synchronize()  # the product still reads the copy
         spare.free()
     return out
+
+
+def _types(weight: OperandType, x: np.dtype[Any], accumulate: str) -> Operands:
+    """The operands of a weight and an array; `Sp24Error` where they do not go together."""
+    partners = {o.b.dtype: o.b.name for o in OPERANDS.values() if o.a == weight}
+    name = weight.name if x == np.dtype(f"u{weight.itemsize}") else partners.get(x)
+    if name is None:
+        raise Sp24Error(f"x is {x}, the weight is {weight.dtype}")
+    try:
+        return operands(weight.name, name, "f16" if accumulate == "f16" else None)
+    except BadInputError as error:
+        raise Sp24Error(str(error)) from None
 
 
 def _vector(array: Any, what: str, lengths: tuple[int, ...], stream: int) -> View:
@@ -361,9 +411,9 @@ def turn_to_sm90(
     if not rows:
         return
     loaded = manifest.load()
-    # The two 16-bit types differ in nothing that packing sees.
+    # Packing sees bytes and nibbles: types of one width do not differ, and tf32 is two halves.
     width = next(
-        e for e in loaded.pack_entries if operand_type(e.a_type).itemsize == optype.itemsize
+        e for e in loaded.pack_entries if operand_type(e.a_type).itemsize == min(optype.itemsize, 2)
     )
     with device.upload(values.view(np.uint8)) as values_gpu, device.upload(meta) as meta_gpu:
         args = pack_struct(
@@ -373,7 +423,7 @@ def turn_to_sm90(
                 "meta": meta_gpu.ptr,
                 "image": image.ptr,
                 "m": m,
-                "k": k,
+                "k": optype.meta_k(k),
                 "k_blocks": columns,
             },
         )

@@ -59,9 +59,10 @@ class Choice:
 
 
 def candidates(
-    a_type: str, out_type: str, order: str, summation: str = "fast", *, able: bool = False
+    type_name: str, out_type: str, order: str, summation: str = "fast", *, able: bool = False
 ) -> list[Entry]:
-    """Every kernel for these types that sums so, in manifest order; `Sp24Error` if there is none.
+    """Every kernel for these operands (`optypes.OPERANDS`) that sums so, in manifest order;
+    `Sp24Error` if there is none.
 
     ``able``: also those that can, but do more than is needed.
     """
@@ -69,12 +70,23 @@ def candidates(
     found = [
         e
         for e in load().entries
-        if (e.a_type, e.out_type, e.order) == (a_type, out_type, order) and e.summation in ways
+        if (e.type, e.out_type, e.order) == (type_name, out_type, order) and e.summation in ways
     ]
     if not found:
         how = "" if summation == "fast" else f", summing {summation}"
-        raise Sp24Error(f"no kernel multiplies {a_type} into {out_type} {order}{how}")
+        known = ", ".join(outputs(type_name, ways))
+        only = f" (only into {known})" if known else ""
+        raise Sp24Error(f"no kernel multiplies {type_name} into {out_type} {order}{how}{only}")
     return found
+
+
+def outputs(type_name: str, ways: Sequence[str] = SUMMATIONS) -> tuple[str, ...]:
+    """The output types that kernels for these operands write, by any of these ways to sum."""
+    return tuple(
+        dict.fromkeys(
+            e.out_type for e in load().entries if e.type == type_name and e.summation in ways
+        )
+    )
 
 
 def block_summation(rows: int, block_k: int) -> str:
@@ -90,13 +102,14 @@ def block_summation(rows: int, block_k: int) -> str:
     )
 
 
-def check_blocks(a_type: str, block: tuple[int, int] | None) -> None:
-    """`Sp24Error` unless kernels multiply ``a_type`` under scales of ``block`` (rows, columns).
-
-    None is any other kind of scale.
-    """
-    if block is not None:
-        candidates(a_type, "f32", "mn", block_summation(*block), able=True)
+def check_block_scales(type_name: str, block: tuple[int, int]) -> None:
+    """`Sp24Error` where no kernel applies such scales of a weight of this type."""
+    summation = block_summation(*block)
+    if not outputs(type_name, (summation,)):
+        raise Sp24Error(
+            f"block scales of {type_name} need a kernel that is not in this version: "
+            "the kernels take those of e4m3"
+        )
 
 
 def cta_tiles(entry: Entry | RungEntry, m: int, n: int) -> int:
@@ -120,7 +133,7 @@ def model_cycles(entry: Entry, m: int, n: int, k: int, sm_count: int) -> int:
 
 
 def select(
-    a_type: str,
+    type_name: str,
     out_type: str,
     order: str,
     m: int,
@@ -131,7 +144,7 @@ def select(
 ) -> Entry:
     """The kernel that the cycle model finds fastest; of equals the one that reads A least often."""
     return min(
-        candidates(a_type, out_type, order, summation),
+        candidates(type_name, out_type, order, summation),
         key=lambda entry: (
             model_cycles(entry, m, n, k, sm_count),
             cta_tiles(entry, m, n),

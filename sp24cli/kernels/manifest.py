@@ -11,6 +11,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from sp24cli.optypes import operands_name
+
 #: Where the fatbins lie; the variable lets another build be tried without installing it.
 FOLDER = Path(os.environ.get("SP24_KERNELS", Path(__file__).resolve().parent))
 
@@ -36,7 +38,8 @@ class Entry:
     ``tile_m``, ``tile_n``, ``tile_k`` are the logical sizes of one CTA's tile and of one stage,
     ``cluster`` the CTAs along M that share B, ``split`` the CTAs that each sum a part of K of one
     tile, ``box_rows_b`` x ``box_bytes_b`` the box of B that one copy brings, ``block_bytes`` one
-    block of the ``sm90`` image.
+    block of the ``sm90`` image. ``scales`` are the kinds that it applies: none where D are the sums
+    of integers.
 
     ``accumulate`` is the type of the accumulators. ``promote_k`` is the K after which partial sums
     are added to float32 registers, 0 where the tensor cores keep all of the sum; ``loop_scales``
@@ -76,6 +79,11 @@ class Entry:
     def cluster_ctas(self) -> int:
         """CTAs of a cluster of the launch: those that share B, of every part of K."""
         return self.cluster * self.split
+
+    @property
+    def type(self) -> str:
+        """The operands' name, as in `optypes.OPERANDS`."""
+        return operands_name(self.a_type, self.b_type, self.accumulate)
 
     @property
     def summation(self) -> str:

@@ -25,7 +25,7 @@ from sp24cli.errors import BadInputError
 from sp24cli.ops.plan import has_pattern, stored_order, tensor_label
 from sp24cli.ops.stream import bands
 from sp24cli.pruning import permute
-from sp24cli.pruning.pattern import TWO_OF_FOUR, Pattern, prune_pattern
+from sp24cli.pruning.pattern import TWO_OF_FOUR, Pattern, prune_magnitude
 from sp24cli.pruning.sparsegpt import (
     BLOCK_SIZE,
     DAMPING,
@@ -203,8 +203,14 @@ class Chooser(Closing):
         if method in ("given", "magnitude"):
             if name in self.searched:
                 order = self._search(entry, None, workers)
-            by_magnitude = prune_24 if pattern == TWO_OF_FOUR else _by_magnitude(pattern)
-            return TensorChoice(method, order, name in self.searched, by_magnitude, None, 1)
+            return TensorChoice(
+                method,
+                order,
+                name in self.searched,
+                lambda dense: prune_magnitude(dense, pattern),
+                None,
+                1,
+            )
         file = self._calibration
         assert file is not None
         values = file.array(name)
@@ -305,7 +311,3 @@ class Chooser(Closing):
             kept.append(float(np.square(prune_24(scores)).sum()))
             self._file.drop_cache(entry.name, slice(start, stop))
         return math.fsum(kept)
-
-
-def _by_magnitude(pattern: Pattern) -> Callable[[Array], Array]:
-    return lambda dense: prune_pattern(dense, pattern)

@@ -34,6 +34,9 @@ from sp24cli.packed import Layout, PackedMatrix, PackInfo
 #: Parts that are not cut by rows.
 _WHOLE = ("scale", "perm", "smooth")
 
+#: The operand types that a format can say.
+_HELD = {BITMASK: ("e4m3", "f16", "bf16"), FP8: ("e4m3",)}
+
 
 @dataclass(frozen=True)
 class ConvertedTensor:
@@ -171,6 +174,10 @@ def _parts(weights: PackedWeights, name: str, info: PackInfo, format: str) -> li
         for part, kind, shape in part_entries(name, info)
         if part == f"{name}_scale"
     ]
+    if info.type not in _HELD[format]:
+        raise BadInputError(
+            f"{where}: is packed as {info.type}, which {format} cannot hold; see sp24 unpack"
+        )
     if format == BITMASK:
         return [
             (bitmask.part_name(name, "shape"), "I64", (2, 1)),
@@ -179,10 +186,6 @@ def _parts(weights: PackedWeights, name: str, info: PackInfo, format: str) -> li
             *scale,
         ]
     assert format == FP8
-    if not info.optype.scaled:
-        raise BadInputError(
-            f"{where}: is packed as {info.type}, which {FP8} cannot hold; see sp24 unpack"
-        )
     return [(name, dtype, info.shape), *scale]
 
 
@@ -216,7 +219,7 @@ def _convert(
         band = weights.rows(name, slice(start, stop))
         _, meta = band.row_order()
         # Others read two bits a group, whatever is there: an illegal pair must not reach them.
-        if place := find_illegal(meta, columns):
+        if place := find_illegal(meta, info.optype.meta_k(columns), info.optype.group):
             raise BadInputError(
                 f"{label(weights.file.path)}: tensor {quote(name)}: metadata at row "
                 f"{start + place[0]}, group {place[1]} is no ascending pair"

@@ -11,7 +11,7 @@ from sp24cli.checkpoint.header import TensorEntry
 from sp24cli.checkpoint.packedfile import PackedFile, is_packed, user_metadata
 from sp24cli.checkpoint.reader import SafetensorsFile
 from sp24cli.checkpoint.sharded import open_tensors
-from sp24cli.ops.plan import is_24
+from sp24cli.ops.plan import is_sparse
 from sp24cli.ops.report import document, scale_text
 from sp24cli.ops.stream import Meter, Progress
 from sp24cli.sparsity import GROUP
@@ -119,4 +119,4 @@ def _sparsity(file: SafetensorsFile, entry: TensorEntry) -> str:
         return ""
     if entry.shape[1] % GROUP:
         return ""
-    return "yes" if is_24(file, entry) else "no"
+    return "yes" if is_sparse(file, entry) else "no"

@@ -19,7 +19,8 @@ from sp24cli.ops.stream import bands, map_bands
 from sp24cli.optypes import BLOCK_ROWS
 from sp24cli.packed import PackedMatrix, PackInfo, QuantStats, check_rows, pack_rows
 from sp24cli.pruning import permute
-from sp24cli.sparsity import find_nonfinite, prune_24
+from sp24cli.pruning.pattern import TWO_OF_FOUR, Pattern, pattern_of, prune_magnitude
+from sp24cli.sparsity import find_nonfinite
 
 
 @dataclass(frozen=True)
@@ -35,16 +36,25 @@ class Arrangement:
     def columns(self, dense: Array) -> Array:
         return dense if self.order is None else permute.apply(dense, self.order)
 
-    def prune(self, start: int, dense: Array) -> Array:
-        return prune_24(dense) if self.pruner is None else self.pruner(start, dense)
+    def prune(self, start: int, dense: Array, pattern: Pattern) -> Array:
+        if self.pruner is None:
+            return prune_magnitude(dense, pattern)
+        return self.pruner(start, dense)
 
     def rows(
-        self, file: SafetensorsFile, name: str, start: int, dense: Array, *, prune: bool
+        self,
+        file: SafetensorsFile,
+        name: str,
+        start: int,
+        dense: Array,
+        *,
+        prune: bool,
+        pattern: Pattern = TWO_OF_FOUR,
     ) -> Array:
         """``dense``, the rows of the file's tensor from ``start`` on, as they are packed."""
         dense = self.columns(dense)
         if prune:
-            dense = self.prune(start, dense)
+            dense = self.prune(start, dense, pattern)
         if self.smooth is None:
             return dense
         smooth = self.smooth if self.order is None else self.smooth[self.order]
@@ -219,7 +229,8 @@ def pack_bands(
         # Named here, by its own column, what permuting would move and other methods could prune.
         if arrange is not _PLAIN and (place := find_nonfinite(dense)) is not None:
             raise not_finite(tensor_label(file, name), dense, start, place)
-        dense = arrange.rows(file, name, start, dense, prune=prune)
+        pattern = pattern_of(info.optype)
+        dense = arrange.rows(file, name, start, dense, prune=prune, pattern=pattern)
         if scale is None and info.calibration != AMAX:
             kept = _kept(file, name, start, dense)
             band_scale = calibration.unit_scales(

@@ -24,7 +24,7 @@ from sp24cli.ops.report import Skipped
 from sp24cli.ops.stream import Meter, bands
 from sp24cli.pruning import permute
 from sp24cli.pruning.pattern import TWO_OF_FOUR, Pattern, find_crowded
-from sp24cli.sparsity import GROUP, find_violation
+from sp24cli.sparsity import GROUP
 
 #: As an output: the operation is only to say what it would write, by `Announced`.
 ANNOUNCE = Path("nothing is written")
@@ -164,14 +164,18 @@ def copy_tensor(file: SafetensorsFile, name: str, sink: Sink, meter: Meter) -> N
             file.drop_cache(name)
 
 
-def is_24(file: SafetensorsFile, entry: TensorEntry, order: Array | None = None) -> bool:
-    """Whether a matrix of a file, K a multiple of 4, is 2:4; reads no further than it must.
+def is_sparse(
+    file: SafetensorsFile,
+    entry: TensorEntry,
+    order: Array | None = None,
+    pattern: Pattern = TWO_OF_FOUR,
+) -> bool:
+    """Whether a matrix of a file, K in whole groups, has ``pattern``; reads no further than it
+    must.
 
     In the ``order`` of its columns, or that which the file itself has for it.
     """
-    return has_pattern(
-        file, entry, TWO_OF_FOUR, stored_order(file, entry) if order is None else order
-    )
+    return has_pattern(file, entry, pattern, stored_order(file, entry) if order is None else order)
 
 
 def has_pattern(
@@ -182,10 +186,7 @@ def has_pattern(
         dense = file.array(entry.name, slice(start, stop))
         if order is not None:
             dense = permute.apply(dense, order)
-        if pattern == TWO_OF_FOUR:
-            violation = find_violation(dense)
-        else:
-            violation = find_crowded(dense, pattern)
+        violation = find_crowded(dense, pattern)
         file.drop_cache(entry.name, slice(start, stop))
         if violation is not None:
             return False

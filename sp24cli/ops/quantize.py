@@ -31,7 +31,7 @@ from sp24cli.ops.report import Skipped, document, scale_text, share
 from sp24cli.ops.stream import Meter, Progress, default_workers
 from sp24cli.optypes import OperandType
 from sp24cli.packed import Layout, PackInfo, Pruned, QuantStats
-from sp24cli.pruning.pattern import TWO_OF_FOUR
+from sp24cli.pruning.pattern import pattern_of
 from sp24cli.scaling import ScaleSpec
 
 
@@ -108,8 +108,8 @@ def quantize_file(
 ) -> QuantizeReport:
     """Write ``source`` to ``output`` with its selected weights packed, all else as it is.
 
-    ``prune`` makes them 2:4 first, as ``choice`` says (2:4 alone, by magnitude or wanda, whose
-    kept values are those of the file); without it they must be, in the order of
+    ``prune`` makes them 2:4 first (1:2 for tf32), as ``choice`` says (by magnitude or wanda,
+    whose kept values are those of the file); without it they must be, in the order of
     ``X.weight_perm`` where the file has that. ``calibration`` says how the scales are chosen,
     and what of the activations moves into the weights (smoothing, after pruning; scaled types
     alone). ``output`` None is a dry run: all is read and measured, nothing written. Memory holds
@@ -129,15 +129,17 @@ def quantize_file(
     """
     workers = workers or default_workers()
     selection = selection or Selection()
-    choice = choice or Choice()
+    pattern = pattern_of(optype)
+    choice = choice or Choice(pattern=pattern)
     calibration = calibration or Calibration()
-    if choice.pattern != TWO_OF_FOUR or choice.method == "sparsegpt":
-        raise ValueError("only 2:4 with the values of the file can be packed at once")
+    if choice.pattern != pattern or choice.method == "sparsegpt":
+        raise ValueError(f"only {pattern} with the values of the file can be packed at once")
     pruned: Pruned = choice.method if prune else "given"
     with ExitStack() as stack:
         file = stack.enter_context(open_dense(source, selection, dequantize_fp8, siblings))
-        plan = make_plan(file, selection)
-        chooser = stack.enter_context(Chooser(choice if prune else Choice(), file, plan.chosen))
+        plan = make_plan(file, selection, group=pattern.group)
+        chosen = choice if prune else Choice(pattern=pattern)
+        chooser = stack.enter_context(Chooser(chosen, file, plan.chosen))
         calibrator = stack.enter_context(
             Calibrator(
                 calibration.history, calibration.activations, plan.chosen, calibration.rule.pick

@@ -48,7 +48,8 @@ from sp24cli.ops.plan import (
 from sp24cli.ops.report import document
 from sp24cli.ops.stream import Progress, bands, default_workers, map_bands
 from sp24cli.pruning import permute
-from sp24cli.sparsity import GROUP, find_nonfinite, find_violation
+from sp24cli.pruning.pattern import Pattern, find_crowded, pattern_of, violation
+from sp24cli.sparsity import find_nonfinite
 
 CONFIG_NAME = "config.json"
 
@@ -422,14 +423,16 @@ def _scan(operation: Operation[R], shard: Shard, progress: Progress | None) -> N
     workers = operation.workers or default_workers()
     selection = options.get("selection") or Selection()
     choice = options.get("choice") or Choice()
+    optype = options.get("optype")
+    pattern = choice.pattern if optype is None else pattern_of(optype)
     siblings = options.get("siblings", ())
     with open_dense(shard.path, selection, options.get("dequantize_fp8"), siblings) as file:
-        chosen = make_plan(file, selection, group=choice.pattern.group).chosen
+        chosen = make_plan(file, selection, group=pattern.group).chosen
         size = sum(entry.nbytes for entry in chosen)
         done = 0
         for entry in chosen:
             rows, columns = entry.shape
-            look = partial(_look, file, entry, operation.find_violation)
+            look = partial(_look, file, entry, pattern if operation.find_violation else None)
             for count in map_bands(look, bands(rows, columns), columns, workers):
                 done += count
                 if progress is not None:
@@ -439,23 +442,22 @@ def _scan(operation: Operation[R], shard: Shard, progress: Progress | None) -> N
 
 
 def _look(
-    file: SafetensorsFile, entry: TensorEntry, find_violations: bool, start: int, stop: int
+    file: SafetensorsFile, entry: TensorEntry, pattern: Pattern | None, start: int, stop: int
 ) -> int:
-    """The bytes of some rows of a weight that are as they must be, else `BadInputError`."""
+    """The bytes of some rows of a weight that are as they must be, else `BadInputError`.
+
+    ``pattern`` is what they must have, None for any.
+    """
     name, where = entry.name, tensor_label(file, entry.name)
     dense = file.array(name, slice(start, stop))
     if (place := find_nonfinite(dense)) is not None:
         raise not_finite(where, dense, start, place)
-    if find_violations:
+    if pattern is not None:
         order = stored_order(file, entry)
         if order is not None:
             dense = permute.apply(dense, order)
-        if (place := find_violation(dense)) is not None:
-            row, group = place
-            raise BadInputError(
-                f"{where}: more than two nonzeros at row {start + row}, group {group} "
-                f"(columns {GROUP * group} to {GROUP * group + GROUP - 1}): not 2:4"
-            )
+        if (place := find_crowded(dense, pattern)) is not None:
+            raise BadInputError(f"{where}: {violation(pattern, *place, start)}")
     file.drop_cache(name, slice(start, stop))
     return dense.nbytes
 

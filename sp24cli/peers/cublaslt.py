@@ -10,9 +10,12 @@ import ctypes
 from ctypes import POINTER, byref, c_int, c_int32, c_int64, c_size_t, c_uint64, c_void_p
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from sp24cli.closing import Closing
 from sp24cli.peers.loading import (
     CUDA_DATA_TYPES,
+    NUMPY_TYPES,
     LibrarySource,
     PeerError,
     PeerProblem,
@@ -34,7 +37,8 @@ SOURCE = LibrarySource(
 WORKSPACE_BYTES = 32 << 20
 
 _OP_N, _OP_T = 0, 1
-_COMPUTE_32F, _COMPUTE_64F = 68, 70
+_COMPUTE_16F, _COMPUTE_32F, _COMPUTE_64F, _COMPUTE_32I = 64, 68, 70, 72
+_COMPUTE_32F_FAST_TF32 = 77
 _DESC_TRANSA, _DESC_TRANSB, _DESC_FAST_ACCUM = 3, 4, 25
 _PREF_MAX_WORKSPACE_BYTES = 1
 
@@ -156,6 +160,18 @@ class CublasLt(Closing):
             raise PeerError(f"{name}: {self.status_text(status)}")
 
 
+def _compute(problem: PeerProblem) -> tuple[int, str]:
+    """The compute type and the type of alpha and beta (cuBLAS documentation, "cublasLtMatmul",
+    table of supported types)."""
+    if problem.operand == "f64":
+        return _COMPUTE_64F, "f64"
+    if problem.accumulate == "s32":
+        return _COMPUTE_32I, "s32" if problem.out == "s32" else "f32"
+    if problem.accumulate == "f16":
+        return _COMPUTE_16F, "f16"
+    return _COMPUTE_32F_FAST_TF32 if problem.operand == "tf32" else _COMPUTE_32F, "f32"
+
+
 class DensePlan:
     """One dense product. ``enqueue`` may be captured into a graph.
 
@@ -171,31 +187,31 @@ class DensePlan:
         self.problem = problem
         self._made: list[tuple[str, c_void_p]] = []
         self._algorithm = HeuristicResult()
-        double = problem.operand == "f64"
-        scalar = ctypes.c_double if double else ctypes.c_float
-        self._alpha = scalar(problem.alpha)
-        self._beta = scalar(0.0)
+        compute, scale = _compute(problem)
+        # Alpha and beta are of the scale type; numpy has f16, which ctypes lacks.
+        self._scalars = np.array([problem.alpha, 0.0], NUMPY_TYPES[scale])
+        self._alpha = self._scalars.ctypes.data
+        self._beta = self._alpha + self._scalars.itemsize
         try:
-            self._prepare(double)
+            self._prepare(compute, scale)
         except PeerError:
             self.free()
             raise
 
-    def _prepare(self, double: bool) -> None:
+    def _prepare(self, compute: int, scale: str) -> None:
         problem, call = self.problem, self._owner._call
-        operation = self._make("cublasLtMatmulDesc", _COMPUTE_64F if double else _COMPUTE_32F,
-                               CUDA_DATA_TYPES["f64" if double else "f32"])  # fmt: skip
+        operation = self._make("cublasLtMatmulDesc", compute, CUDA_DATA_TYPES[scale])
         self._set(operation, _DESC_TRANSA, c_int32(_OP_T))
         self._set(operation, _DESC_TRANSB, c_int32(_OP_N))
-        if problem.operand == "e4m3":
+        if problem.operand in ("e4m3", "e5m2"):
             # The sparse kernels do not promote either; without this the peer would do more work.
             self._set(operation, _DESC_FAST_ACCUM, ctypes.c_int8(1))
-        rows, cols = problem.m, problem.n
+        (first_type, second_type), rows, cols = problem.operand_types, problem.m, problem.n
         if problem.order == "mn":
-            rows, cols = cols, rows
-        operand, out = CUDA_DATA_TYPES[problem.operand], CUDA_DATA_TYPES[problem.out]
-        first = self._make("cublasLtMatrixLayout", operand, problem.k, rows, problem.k)
-        second = self._make("cublasLtMatrixLayout", operand, problem.k, cols, problem.k)
+            first_type, second_type, rows, cols = second_type, first_type, cols, rows
+        out = CUDA_DATA_TYPES[problem.out]
+        first = self._make("cublasLtMatrixLayout", first_type, problem.k, rows, problem.k)
+        second = self._make("cublasLtMatrixLayout", second_type, problem.k, cols, problem.k)
         result = self._make("cublasLtMatrixLayout", out, rows, cols, rows)
         preference = self._make("cublasLtMatmulPreference")
         limit = c_uint64(WORKSPACE_BYTES)
@@ -235,12 +251,12 @@ class DensePlan:
             "cublasLtMatmul",
             owner._handle,
             self._operation,
-            byref(self._alpha),
+            self._alpha,
             a,
             self._first,
             b,
             self._second,
-            byref(self._beta),
+            self._beta,
             d,
             self._result,
             d,

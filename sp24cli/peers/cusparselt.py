@@ -33,7 +33,7 @@ SOURCE = LibrarySource(
 _OP_N = 0
 _ORDER_COL, _ORDER_ROW = 1, 2
 _SPARSITY_50_PERCENT = 0
-_COMPUTE_32F = 2
+_COMPUTE = {"s32": 0, "f16": 1, "f32": 2}
 _ALG_DEFAULT = 0
 _ALG_CONFIG_ID, _ALG_CONFIG_MAX_ID = 0, 1
 _ALIGNMENT = 16
@@ -219,14 +219,14 @@ class SparsePlan:
 
     def _prepare(self, device: Device, algorithm: int | None) -> None:
         problem, call, handle = self.problem, self._owner._call, self._owner._handle.address
-        operand, out = CUDA_DATA_TYPES[problem.operand], CUDA_DATA_TYPES[problem.out]
+        (a_type, b_type), out = problem.operand_types, CUDA_DATA_TYPES[problem.out]
         m, n, k = problem.m, problem.n, problem.k
         a, b, d = _Opaque(), _Opaque(), _Opaque()
         call("cusparseLtStructuredDescriptorInit", handle, a.address, m, k, k, _ALIGNMENT,
-             operand, _ORDER_ROW, _SPARSITY_50_PERCENT)  # fmt: skip
+             a_type, _ORDER_ROW, _SPARSITY_50_PERCENT)  # fmt: skip
         self._descriptors.append(a)
         call("cusparseLtDenseDescriptorInit", handle, b.address, k, n, k, _ALIGNMENT,
-             operand, _ORDER_COL)  # fmt: skip
+             b_type, _ORDER_COL)  # fmt: skip
         self._descriptors.append(b)
         # M×N row-major is "mn"; M×N column-major is N×M row-major, "nm".
         lead, order = (n, _ORDER_ROW) if problem.order == "mn" else (m, _ORDER_COL)
@@ -236,7 +236,8 @@ class SparsePlan:
 
         self._matmul, self._selection = _Opaque(), _Opaque()
         call("cusparseLtMatmulDescriptorInit", handle, self._matmul.address, _OP_N, _OP_N,
-             a.address, b.address, d.address, d.address, _COMPUTE_32F)  # fmt: skip
+             a.address, b.address, d.address, d.address,
+             _COMPUTE[problem.accumulate])  # fmt: skip
         selection = self._selection.address
         call("cusparseLtMatmulAlgSelectionInit", handle, selection, self._matmul.address,
              _ALG_DEFAULT)  # fmt: skip

@@ -20,7 +20,17 @@ import numpy as np
 from sp24cli.errors import Sp24Error
 
 #: ``cudaDataType_t`` by sp24 type name (library_types.h).
-CUDA_DATA_TYPES = {"f32": 0, "f64": 1, "f16": 2, "bf16": 14, "e4m3": 28}
+CUDA_DATA_TYPES = {
+    "f32": 0,
+    "tf32": 0,
+    "f64": 1,
+    "f16": 2,
+    "s8": 3,
+    "s32": 10,
+    "bf16": 14,
+    "e4m3": 28,
+    "e5m2": 29,
+}
 
 #: The numpy type of each type that a peer reads or writes.
 NUMPY_TYPES: dict[str, np.dtype[Any]] = {
@@ -29,6 +39,10 @@ NUMPY_TYPES: dict[str, np.dtype[Any]] = {
     "f16": np.dtype(np.float16),
     "bf16": np.dtype(ml_dtypes.bfloat16),
     "e4m3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "e5m2": np.dtype(ml_dtypes.float8_e5m2),
+    "s8": np.dtype(np.int8),
+    "s32": np.dtype(np.int32),
+    "tf32": np.dtype(np.float32),
 }
 
 
@@ -44,9 +58,10 @@ class PeerError(Sp24Error):
 class PeerProblem:
     """One product D = A·Bᵀ as a peer sees it.
 
-    A is M×K row-major and 2:4 along K, B is N×K row-major, both of type ``operand``
-    ("e4m3", "f16", "bf16"; "f64" for the reference of cuBLASLt). D is of type ``out``, written
-    M×N (``order`` "mn") or N×M ("nm"). ``alpha`` multiplies the product: the tensor scale.
+    A is M×K row-major and 2:4 along K (1:2 for "tf32") of type ``operand`` (an operand type; "f64"
+    for the reference of cuBLASLt), B is N×K row-major of type ``operand_b``, the same unless given.
+    The products are summed in ``accumulate``. D is of type ``out``, written M×N (``order`` "mn")
+    or N×M ("nm"). ``alpha`` multiplies the product: the tensor scale.
     """
 
     m: int
@@ -56,10 +71,17 @@ class PeerProblem:
     out: str
     order: str
     alpha: float = 1.0
+    operand_b: str = ""
+    accumulate: str = "f32"
 
     def __post_init__(self) -> None:
         if self.order not in ("nm", "mn"):
             raise ValueError(f"order is 'nm' or 'mn', not {self.order!r}")
+
+    @property
+    def operand_types(self) -> tuple[int, int]:
+        """``cudaDataType_t`` of A and of B."""
+        return CUDA_DATA_TYPES[self.operand], CUDA_DATA_TYPES[self.operand_b or self.operand]
 
     @property
     def out_bytes(self) -> int:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from sp24cli.peers.cublaslt import CublasLt
 from sp24cli.peers.cusparselt import CusparseLt
 from sp24cli.peers.loading import NUMPY_TYPES, PeerAbsent, PeerError, PeerProblem
-from sp24cli.sparsity import prune_24
+from sp24cli.pruning.pattern import ONE_OF_TWO, TWO_OF_FOUR, prune_magnitude
 
 if TYPE_CHECKING:
     from sp24cli.gpu.device import Device
@@ -26,6 +26,10 @@ CASES = (
     ("f16", "f16"),
     ("f16", "f32"),
     ("bf16", "bf16"),
+    ("e5m2", "bf16"),
+    ("s8", "s32"),
+    ("s8", "bf16"),
+    ("tf32", "f32"),
     ("f64", "f64"),
 )
 
@@ -68,20 +72,27 @@ def check(
     """
     m, n, k = shape
     rng = np.random.default_rng(seed)
-    weight = prune_24(rng.standard_normal((m, k), dtype=np.float32))
+    dense = rng.standard_normal((m, k), dtype=np.float32)
     tokens = rng.standard_normal((n, k), dtype=np.float32)
     library.open(device)
     try:
         for operand, out in CASES:
-            a, b = (x.astype(NUMPY_TYPES[operand]) for x in (weight, tokens))
+            weight = prune_magnitude(dense, ONE_OF_TWO if operand == "tf32" else TWO_OF_FOUR)
+            # Integers of some size.
+            size = 8 if operand == "s8" else 1
+            a, b = ((size * x).astype(NUMPY_TYPES[operand]) for x in (weight, tokens))
+            accumulate = "s32" if operand == "s8" else "f32"
+            # A factor that no output type holds exactly would hide a lost alpha.
+            alpha = 1.0 if out == "s32" else 0.5
             reference = a.astype(np.float64) @ b.astype(np.float64).T
             for order in ("nm", "mn"):
-                # A factor that no output type holds exactly would hide a lost alpha.
-                problem = PeerProblem(m, n, k, operand, out, order, alpha=0.5)
+                problem = PeerProblem(
+                    m, n, k, operand, out, order, alpha=alpha, accumulate=accumulate
+                )
                 if isinstance(library, CublasLt):
-                    yield _dense(device, library, problem, a, b, 0.5 * reference)
+                    yield _dense(device, library, problem, a, b, alpha * reference)
                 elif operand != "f64":
-                    yield from _sparse(device, library, problem, a, b, 0.5 * reference)
+                    yield from _sparse(device, library, problem, a, b, alpha * reference)
     finally:
         library.close()
 
@@ -143,9 +154,11 @@ def _sparse(
 def _run(
     device: Device, label: str, plan: Any, a: int, b: int, reference: npt.NDArray[np.float64]
 ) -> PeerCheck:
+    from sp24cli.gpu.matmul import poison
+
     problem: PeerProblem = plan.problem
     with device.alloc(problem.out_bytes) as out:
-        device.memset(out, 0xFF)  # NaN in every type: an unwritten element cannot pass
+        device.memset(out, poison(problem.out))  # an unwritten element cannot pass
         device.synchronize()  # an upload's last piece may still be on its way to the GPU
         plan.enqueue(a, b, out.ptr)
         device.synchronize()

@@ -13,7 +13,9 @@ import numpy as np
 
 from sp24cli.bits import Array, contiguous_bits, magnitudes, number_type
 from sp24cli.errors import BadInputError
+from sp24cli.optypes import OperandType
 from sp24cli.rowblocks import tiles
+from sp24cli.sparsity import find_violation, prune_24
 
 #: Groups are no wider than this: ranks are counted pair by pair.
 MAX_GROUP = 32
@@ -42,8 +44,14 @@ class Pattern:
         return Pattern(int(found[1]), int(found[2]))
 
 
-#: What the tensor cores run.
+#: What the tensor cores run; the second in tf32.
 TWO_OF_FOUR = Pattern(2, 4)
+ONE_OF_TWO = Pattern(1, 2)
+
+
+def pattern_of(optype: OperandType) -> Pattern:
+    """The pattern that a weight must have to be packed as ``optype``."""
+    return TWO_OF_FOUR if optype.group == TWO_OF_FOUR.group else ONE_OF_TWO
 
 
 def keep_highest(scores: Array, kept: int) -> Array:
@@ -79,6 +87,11 @@ def check_width(dense: Array, pattern: Pattern) -> tuple[int, int]:
     return rows, cols
 
 
+def prune_magnitude(dense: Array, pattern: Pattern) -> Array:
+    """`prune_pattern`, by the faster way where there is one."""
+    return prune_24(dense) if pattern == TWO_OF_FOUR else prune_pattern(dense, pattern)
+
+
 def prune_pattern(dense: Array, pattern: Pattern) -> Array:
     """The largest magnitudes of every group of ``dense`` [M, K], zeros (+0.0) elsewhere.
 
@@ -108,8 +121,21 @@ def prune_by(dense: Array, pattern: Pattern, score: Callable[[Array, slice], Arr
     return out
 
 
+def violation(pattern: Pattern, row: int, group: int, first_row: int = 0) -> BadInputError:
+    """The error of a ``group`` with too many nonzeros in a ``row`` counted from ``first_row``."""
+    words = {1: "one nonzero", 2: "two nonzeros"}
+    most = words.get(pattern.kept, f"{pattern.kept} nonzeros")
+    first = pattern.group * group
+    return BadInputError(
+        f"more than {most} at row {first_row + row}, group {group} "
+        f"(columns {first} to {first + pattern.group - 1}): not {pattern}"
+    )
+
+
 def find_crowded(dense: Array, pattern: Pattern) -> tuple[int, int] | None:
     """(row, group) of the first group of ``dense`` [M, K] with too many nonzeros, or None."""
+    if pattern == TWO_OF_FOUR:
+        return find_violation(dense)
     rows, cols = check_width(dense, pattern)
     kind = number_type(dense.dtype)
     filled = magnitudes(contiguous_bits(dense), kind) != 0

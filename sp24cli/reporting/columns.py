@@ -11,6 +11,7 @@ from sp24cli.reporting.layers import (
     HIGH_UNDERFLOW,
     LOW_KEPT,
     LOW_SNR_DB,
+    LOW_SNR_DB_E5M2,
     Layer,
     Summary,
 )
@@ -96,7 +97,8 @@ _ALL: list[tuple[Callable[[Layer], bool], Column]] = [
             "SNR dB",
             lambda layer: decibel(layer.snr_db),
             "Signal to noise of the kept values after rounding, without the loss by pruning. E4M3 "
-            f"reaches 31 to 32 dB when the scale fits. Below {LOW_SNR_DB:.0f} dB is doubtful: "
+            f"reaches 31 to 32 dB when the scale fits. Below {LOW_SNR_DB:.0f} dB is doubtful "
+            f"({LOW_SNR_DB_E5M2:.0f} dB in E5M2, which has a bit less): "
             "finer scales (vector, block) may help. Every 6 dB halve the error. One large "
             "outlier makes it look better than the rest is: see underflow and the histogram.",
         ),

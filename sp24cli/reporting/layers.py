@@ -17,6 +17,8 @@ from sp24cli.ops.report import Skipped
 LOW_KEPT = 0.80
 #: Normally distributed weights come to 31 or 32 dB in E4M3; less means a scale that misfits.
 LOW_SNR_DB = 28.0
+#: E5M2 has a bit less, 6 dB.
+LOW_SNR_DB_E5M2 = LOW_SNR_DB - 6
 #: Share of the kept values that became zero.
 HIGH_UNDERFLOW = 0.01
 #: Share of the kept values below the least normal number of E4M3, 2^-6, where bits are missing.
@@ -143,7 +145,7 @@ def summarize(report: PruneReport | QuantizeReport) -> Summary:
         source=report.source,
         output=report.output,
         facts=tuple(facts),
-        layers=tuple(_judged(layers)),
+        layers=tuple(_judged(layers, ("type", "e5m2") in facts)),
         skipped=report.skipped,
     )
 
@@ -168,19 +170,22 @@ def _quantized(t: QuantizedTensor) -> Layer:
     )
 
 
-def _judged(layers: Sequence[Layer]) -> list[Layer]:
+def _judged(layers: Sequence[Layer], e5m2: bool) -> list[Layer]:
     """``layers`` with their doubts, those in doubt first, then by what they lose."""
+    low_snr = LOW_SNR_DB_E5M2 if e5m2 else LOW_SNR_DB
     usual = median(layer.error for layer in layers) if layers else 0.0
-    judged = [Layer(**{**vars(layer), "doubts": _doubts(layer, usual)}) for layer in layers]
+    judged = [
+        Layer(**{**vars(layer), "doubts": _doubts(layer, usual, low_snr)}) for layer in layers
+    ]
     return sorted(judged, key=lambda layer: (not layer.doubts, -layer.loss, layer.name))
 
 
-def _doubts(layer: Layer, usual: float) -> tuple[str, ...]:
+def _doubts(layer: Layer, usual: float, low_snr: float) -> tuple[str, ...]:
     doubts = []
     if layer.kept_energy is not None and layer.kept_energy < LOW_KEPT:
         doubts.append(f"keeps less than {LOW_KEPT:.0%} of its energy")
-    if layer.snr_db is not None and layer.snr_db < LOW_SNR_DB:
-        doubts.append(f"SNR below {LOW_SNR_DB:.0f} dB")
+    if layer.snr_db is not None and layer.snr_db < low_snr:
+        doubts.append(f"SNR below {low_snr:.0f} dB")
     if layer.clipped:
         doubts.append(f"{_count(layer.clipped, 'value')} clipped")
     if layer.underflow is not None and layer.underflow > HIGH_UNDERFLOW:

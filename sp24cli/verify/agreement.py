@@ -13,8 +13,9 @@ from sp24cli.checkpoint.header import label, quote
 from sp24cli.checkpoint.reader import SafetensorsFile
 from sp24cli.ops.calibrate import Calibrator
 from sp24cli.ops.pack import Arrangement, pack_bands, smooth_factors, tensor_scale
-from sp24cli.ops.plan import is_24
+from sp24cli.ops.plan import is_sparse
 from sp24cli.packed import PackedMatrix
+from sp24cli.pruning.pattern import pattern_of
 from sp24cli.scaling import find_bad
 from sp24cli.verify.result import Agreement
 
@@ -50,7 +51,8 @@ def compare_packing(
     for factors in (stored.scale, stored.smooth):
         if factors is not None and find_bad(factors) is not None:
             return Agreement("its scales or factors can be none")
-    given = info.pruned == "magnitude" or is_24(original, entry, stored.perm)
+    pattern = pattern_of(info.optype)
+    given = info.pruned == "magnitude" or is_sparse(original, entry, stored.perm, pattern)
     chosen = info.pruned == "wanda" and not given
     arrange = None
     if stored.perm is not None or stored.smooth is not None or chosen:
@@ -59,7 +61,7 @@ def compare_packing(
     if chosen:
         notes.append(f"pruned by {info.pruned}; compared with the mask as it is")
     elif info.pruned == "given" and not given:
-        notes.append("the original is not 2:4; pruned by magnitude to compare")
+        notes.append(f"the original is not {pattern}; pruned by magnitude to compare")
     if stored.smooth is not None:
         activations = None if calibrator is None else calibrator.activations(entry)
         if activations is None:
@@ -102,7 +104,7 @@ def _keep_as(stored: PackedMatrix) -> Callable[[int, Array], Array]:
         meta = meta[start - first :][:rows]
         bits = contiguous_bits(dense)
         kept = np.zeros_like(bits)
-        places = metadata.kept_places(meta, columns)
+        places = metadata.kept_places(meta, columns, stored.info.optype.group)
         kept.reshape(-1)[places] = bits.reshape(-1)[places]
         return kept.view(dense.dtype)
 
@@ -128,11 +130,11 @@ def _first_difference(
         and np.array_equal(stored.blocks, made.blocks)
     ):
         return None
-    columns = stored.shape[1]
+    optype, columns = stored.info.optype, stored.shape[1]
     values, meta = stored.row_order()
     want_values, want_meta = made.row_order()
-    pairs = metadata.decode(meta, columns)
-    want_pairs = metadata.decode(want_meta, columns)
+    pairs = metadata.decode(meta, optype.meta_k(columns))
+    want_pairs = metadata.decode(want_meta, optype.meta_k(columns))
     place = _first((pairs[0] != want_pairs[0]) | (pairs[1] != want_pairs[1]))
     if place is not None:
         found_pair, want_pair = (tuple(int(p[place]) for p in ps) for ps in (pairs, want_pairs))
@@ -145,7 +147,7 @@ def _first_difference(
     place = _first(bits != want_bits)
     if place is not None:
         row, kept = place
-        column = 4 * (kept // 2) + int(pairs[kept % 2][row, kept // 2])
+        column = int(metadata.kept_places(meta[row : row + 1], columns, optype.group)[0, kept])
         found_code, want_code = (f"0x{int(b[place]):0{2 * b.itemsize}x}" for b in (bits, want_bits))
         return (
             f"code at row {first_row + row}, column {column} is {found_code}, "

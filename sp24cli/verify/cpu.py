@@ -11,9 +11,9 @@ from sp24cli import layout
 from sp24cli.bits import Array, widen
 from sp24cli.fp8 import Overflow, convert
 from sp24cli.ops.stream import bands, map_bands
-from sp24cli.optypes import OPERAND_TYPES
+from sp24cli.optypes import OPERAND_TYPES, OperandType
 from sp24cli.packed import PackedMatrix
-from sp24cli.reference import f32_bound, product, widened, widened_product
+from sp24cli.reference import f32_bound, product, s32_bound, widened, widened_product
 from sp24cli.verify.compare import Comparison
 from sp24cli.verify.result import NumericsResult
 
@@ -28,20 +28,26 @@ def verify_matrix(packed: PackedMatrix, seed: int, *, workers: int = 1) -> Numer
 
     The block image is decoded lane by lane as the tensor core reads it, row order is turned
     into the image first. "product" multiplies by random activations of the operand type in
-    float32 against float64 on the dequantized weights; "identity" multiplies by the identity,
-    which must give every dequantized weight exactly. An 8-bit weight with small blocks is
-    widened to bf16 and f16 as well: "bf16 product" multiplies that by activations of the type,
-    "bf16 identity" must give every widened weight exactly.
+    float32 (integers: exactly, but for block scales) against float64 on the dequantized weights;
+    "identity" multiplies by the identity, which must give every dequantized weight exactly. An
+    8-bit weight with small blocks is widened to bf16 and f16 as well: "bf16 product" multiplies
+    that by activations of the type, "bf16 identity" must give every widened weight exactly.
     """
     rows, columns = packed.shape
     info = packed.info
     optype = info.optype
     random = np.random.default_rng(seed)
-    tokens = random.standard_normal((TOKENS, columns), np.float32)
-    activations = convert(tokens, optype)
+    activations = random_activations(random, TOKENS, columns, optype)
     wide = info.scale.is_small and optype.itemsize == 1
-    narrow = {n: convert(tokens, OPERAND_TYPES[n]) for n in (_WIDENED if wide else ())}
+    narrow = {
+        n: random_activations(random, TOKENS, columns, OPERAND_TYPES[n])
+        for n in (_WIDENED if wide else ())
+    }
     b = widen(activations).T
+    # float64 holds what s32 sums; see `tensorcore`.
+    exact_sums = optype.name == "s8" and info.scale.block is None
+    if exact_sums:
+        b = b.astype(np.float64)
     largest_token = float(np.abs(b).max(initial=0))
 
     def multiply(start: int, stop: int) -> tuple[int, dict[str, tuple[Array, Array, Array]]]:
@@ -49,7 +55,7 @@ def verify_matrix(packed: PackedMatrix, seed: int, *, workers: int = 1) -> Numer
         image = band.to_layout("sm90").blocks
         assert image is not None
         codes, first, second = layout.decode_fragments(image, optype, *band.shape)
-        a = _dense(widen(codes), first, second)
+        a = _dense(widen(codes), first, second, optype.group)
         factor = _factor(band)
         with np.errstate(invalid="ignore", over="ignore", under="ignore"):
             if info.scale.block is not None:
@@ -57,12 +63,15 @@ def verify_matrix(packed: PackedMatrix, seed: int, *, workers: int = 1) -> Numer
                 a *= factor
                 d, read_back = a @ b, a
             else:
-                d, read_back = (a @ b) * factor, a * factor
+                d, read_back = (a @ b).astype(np.float32) * factor, a * factor
             want, sizes = product(band, activations)
             exact = band.dequantize(np.float64).astype(np.float32)
         # Scales and activations are what meets a product after it was rounded.
         magnified = max(float(factor.max(initial=0)), largest_token)
-        bound = f32_bound(sizes, columns // 2, magnified)
+        if exact_sums:
+            bound = s32_bound(want, sizes, columns // 2)
+        else:
+            bound = f32_bound(sizes, columns // 2, magnified)
         done = {"product": (d, want, bound), "identity": (read_back, exact, np.zeros(()))}
         for name, x in narrow.items():
             w = _narrowed(a, x.dtype, info.overflow)
@@ -84,6 +93,15 @@ def verify_matrix(packed: PackedMatrix, seed: int, *, workers: int = 1) -> Numer
     return NumericsResult("cpu", tuple(c.check() for c in comparisons.values()))
 
 
+def random_activations(
+    random: np.random.Generator, tokens: int, columns: int, optype: OperandType
+) -> Array:
+    """Activations [tokens, columns] of an operand type: normal values, integers of all sizes."""
+    if optype.name == "s8":
+        return random.integers(-128, 128, (tokens, columns), np.int8)
+    return convert(random.standard_normal((tokens, columns), np.float32), optype)
+
+
 # These are apart from the code that packs and dequantizes, so that each checks the other.
 
 
@@ -102,9 +120,17 @@ def _factor(packed: PackedMatrix) -> Array:
     return np.repeat(by_row, block[1], axis=1)[:, :columns]
 
 
-def _dense(kept: Array, first: Array, second: Array) -> Array:
-    """[M, K] with ``kept`` [M, K/2] at the pairs [M, K/4]."""
+def _dense(kept: Array, first: Array, second: Array, group: int) -> Array:
+    """[M, K] with ``kept`` [M, K/2] at the pairs [M, K/group]."""
     rows, groups = first.shape
+    if group == 2:
+        # (0, 1) are the halves of the first of two values, (2, 3) those of the second. Any other
+        # pair is undefined, and shows.
+        is_high = (first == 2) & (second == 3)
+        high = np.where(is_high, 1, np.where((first == 0) & (second == 1), 0, -1))
+        dense = np.where(high[..., None] == [0, 1], kept[..., None], kept.dtype.type(0))
+        dense[high < 0] = np.nan
+        return dense.reshape(rows, 2 * groups)
     dense = np.zeros((rows, groups, 4), kept.dtype)
     pairs = np.stack([first, second], axis=2).astype(np.intp)
     np.put_along_axis(dense, pairs, kept.reshape(rows, groups, 2), axis=2)

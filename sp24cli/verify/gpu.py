@@ -7,13 +7,14 @@ from dataclasses import replace
 import numpy as np
 
 from sp24cli.bits import Array, widen
-from sp24cli.fp8 import convert
 from sp24cli.gpu.device import Device
-from sp24cli.gpu.matmul import OUT_DTYPES, SparseWeight
+from sp24cli.gpu.matmul import OUT_DTYPES, SparseWeight, poison
+from sp24cli.gpu.select import outputs
 from sp24cli.kernels.manifest import Entry, load
-from sp24cli.optypes import OperandType
+from sp24cli.optypes import OPERANDS, Operands, OperandType
 from sp24cli.packed import PackedMatrix
 from sp24cli.verify.compare import Comparison
+from sp24cli.verify.cpu import random_activations
 from sp24cli.verify.result import Check, NumericsResult
 from sp24cli.verify.tensorcore import element_bound, frobenius_bound
 
@@ -28,31 +29,38 @@ _IDENTITY = 1024
 
 
 def verify_matrix(packed: PackedMatrix, seed: int) -> NumericsResult:
-    """Check all of ``packed`` by every kernel that multiplies its type.
+    """Check all of ``packed`` by every kernel that multiplies its type, by each type of
+    activations and of sums.
 
     "identity": A times the identity in float32, which must give every dequantized weight exactly,
     and so proves values, metadata and scales as the tensor core reads them. Then, kernel by kernel,
-    A times random rows of the operand type, with a scale a row and a bias; every element within
-    `tensorcore.element_bound` of float64, and the whole within `tensorcore.frobenius_bound`. FP8
-    weights with one scale, or one a row, are multiplied with fast and with precise sums; to one
-    with block scales come activations with a scale a row and `SCALE_K` columns.
+    A times random rows of type B, with a scale a row and a bias (sums of integers: exactly, without
+    either); every element within `tensorcore.element_bound` of float64, and the whole within
+    `tensorcore.frobenius_bound`. FP8 weights with one scale, or one a row, are multiplied with fast
+    and with precise sums; to one with block scales come activations with a scale a row and
+    `SCALE_K` columns.
 
     Raises:
         Sp24Error: the GPU fails, or the scales are such that no kernel applies them.
     """
     device = Device.open()
     weight = SparseWeight.upload(device, packed)
-    checks = [_identity(device, weight, packed), *_products(device, weight, packed, seed)]
+    checks = [_identity(device, weight, packed)]
+    for types in OPERANDS.values():
+        if types.a == weight.type:
+            checks += _products(device, weight, packed, types, seed)
     return NumericsResult(device.name, tuple(checks))
 
 
 def padded_rows(x: Array, optype: OperandType) -> Array:
-    """``x`` [N, K] with rows of whole 16 bytes; what is added is NaN, which no kernel may read."""
+    """``x`` [N, K] with rows of whole 16 bytes; what is added is NaN (s8: -1), which no kernel may
+    read."""
     step = 16 // optype.itemsize
     pitch = -(-x.shape[1] // step) * step
     if pitch == x.shape[1]:
         return x
-    padded = np.full((x.shape[0], pitch), np.nan, np.float32).astype(x.dtype)
+    # All bits: NaN in every float.
+    padded = np.full((x.shape[0], pitch * x.itemsize), 0xFF, np.uint8).view(x.dtype)
     padded[:, : x.shape[1]] = x
     return padded
 
@@ -69,14 +77,19 @@ def multiply(
     bias: Array | None = None,
     kernel: str | None = None,
     accumulate: str = "fast",
+    types: Operands | None = None,
 ) -> Array:
-    """D of ``x`` [N, K] (operand type) as the kernel writes it: [M, N] or, for ``nm``, [N, M].
+    """D of ``x`` [N, K] (type B of ``types``) as the kernel writes it: [M, N] or, for ``nm``,
+    [N, M].
 
-    The output is filled with NaN before, so an element that is not written does not pass.
+    The output is filled with what no product is before, so an element that is not written does
+    not pass.
     """
     n = x.shape[0]
     rows = padded_rows(x, weight.type)
-    plan = weight.plan(n, out, order, kernel, accumulate=accumulate, scale_b_k=scale_b_k)
+    plan = weight.plan(
+        n, out, order, kernel, accumulate=accumulate, scale_b_k=scale_b_k, types=types
+    )
     shape = (n, weight.shape[0]) if order == "nm" else (weight.shape[0], n)
     dtype = OUT_DTYPES[out]
     with (
@@ -85,7 +98,7 @@ def multiply(
         device.upload(np.ones(1, np.float32) if scale_b is None else scale_b) as scales,
         device.upload(np.zeros(1, np.float32) if bias is None else bias) as biases,
     ):
-        device.memset(d, 0xFF)
+        device.memset(d, poison(out))
         plan.enqueue(
             b,
             rows.shape[1],
@@ -111,11 +124,12 @@ def _identity(device: Device, weight: SparseWeight, packed: PackedMatrix) -> Che
     return comparison.check()
 
 
-def _products(device: Device, weight: SparseWeight, packed: PackedMatrix, seed: int) -> list[Check]:
+def _products(
+    device: Device, weight: SparseWeight, packed: PackedMatrix, types: Operands, seed: int
+) -> list[Check]:
     m, k = packed.shape
-    optype = weight.type
     random = np.random.default_rng(seed)
-    x = convert(random.standard_normal((TOKENS, k), np.float32), optype)
+    x = random_activations(random, TOKENS, k, types.b)
     scale_b_k = SCALE_K if weight.block is not None else 0
     columns = max(1, -(-k // scale_b_k)) if scale_b_k else 1
     scale_b = random.uniform(0.5, 2.0, (TOKENS, columns)).astype(np.float32)
@@ -127,26 +141,32 @@ def _products(device: Device, weight: SparseWeight, packed: PackedMatrix, seed: 
     bias = (size * random.standard_normal(m)).astype(np.float32)
     want += bias[:, None].astype(np.float64)
     checks = []
-    for out in OUT_DTYPES:
+    for out in outputs(types.name):
         if out == "f16" and np.abs(want).max(initial=0) > 60000:
             continue  # this weight's products do not fit the type
-        for entry in _kernels(weight, out, scale_b_k):
-            bound = element_bound(optype, k, norms, out, want, entry.promote_k)
+        if types.accumulate == "f16" and norms.max(initial=0) > 6000:
+            continue  # nor would its sums: ten norms are far beyond what they come to on the way
+        exact = want
+        if out == "s32":  # the sums of the codes, without scales
+            exact = widen(packed.codes()).astype(np.float64) @ widen(x).astype(np.float64).T
+        for entry in _kernels(weight, types, out, scale_b_k):
+            bound = element_bound(types, k, norms, out, exact, entry.promote_k)
             # The bias is added after the sum, so it only dilutes the relative error.
-            relative = frobenius_bound(optype, k, out, entry.promote_k)
+            relative = frobenius_bound(types, k, out, entry.promote_k)
             d = multiply(
                 device,
                 weight,
                 x,
                 out,
                 entry.order,
-                scale_b=scale_b,
-                scale_b_k=scale_b_k,
-                bias=bias,
+                scale_b=scale_b if entry.scales else None,
+                scale_b_k=scale_b_k if entry.scales else 0,
+                bias=bias if entry.scales else None,
                 kernel=entry.name,
+                types=types,
             )
             comparison = Comparison(entry.name)
-            comparison.add(d.T if entry.order == "nm" else d, want, bound)
+            comparison.add(d.T if entry.order == "nm" else d, exact, bound)
             check = comparison.check()
             if out == "f32":
                 check = replace(check, summation=entry.summation)
@@ -158,11 +178,11 @@ def _products(device: Device, weight: SparseWeight, packed: PackedMatrix, seed: 
     return checks
 
 
-def _kernels(weight: SparseWeight, out: str, scale_b_k: int) -> list[Entry]:
-    """Every kernel into ``out`` that a product of this weight may be given to."""
+def _kernels(weight: SparseWeight, types: Operands, out: str, scale_b_k: int) -> list[Entry]:
+    """Every kernel of these types into ``out`` that a product of this weight may be given to."""
     ways = {weight.summation(accumulate, scale_b_k) for accumulate in ("fast", "precise")}
     return [
         entry
         for entry in load().entries
-        if (entry.a_type, entry.out_type) == (weight.type.name, out) and entry.summation in ways
+        if (entry.type, entry.out_type) == (types.name, out) and entry.summation in ways
     ]

@@ -13,6 +13,7 @@ import sp24cli.gpu.device
 import sp24cli.gpu.matmul
 from sp24cli.bench import run as bench
 from sp24cli.bench.statistics import Settings
+from sp24cli.optypes import Operands
 from sp24cli.peers.loading import NUMPY_TYPES, PeerAbsent, PeerError
 from sp24cli.verify.result import Check, NumericsResult
 
@@ -124,9 +125,18 @@ class Weight:
     def upload(cls, device, packed):
         return cls(device, packed)
 
-    def plan(self, n, out_dtype="bf16", order="nm", kernel=None, accumulate="fast", scale_b_k=0):
+    def plan(
+        self,
+        n,
+        out_dtype="bf16",
+        order="nm",
+        kernel=None,
+        accumulate="fast",
+        scale_b_k=0,
+        types=None,
+    ):
         choice = "kernel_of_choice" if accumulate == "fast" else f"kernel_of_choice_{accumulate}"
-        return KernelPlan(self, n, out_dtype, order, kernel or choice, scale_b_k=scale_b_k)
+        return KernelPlan(self, n, out_dtype, order, kernel or choice, types, scale_b_k=scale_b_k)
 
     def summation(self, accumulate, scale_b_k):
         return accumulate
@@ -139,6 +149,7 @@ class KernelPlan:
     out: str
     order: str
     name: str
+    types: Operands
     chosen_by: str = "model"
     scale_b_k: int = 0
 
@@ -151,13 +162,18 @@ class KernelPlan:
         k = packed.shape[1]
 
         def multiply():
-            tokens = device.array(x.ptr, packed.info.optype.dtype, (self.n, ldx))[:, :k]
+            tokens = device.array(x.ptr, self.types.b.dtype, (self.n, ldx))[:, :k]
             tokens = tokens.astype(np.float64)
             if self.scale_b_k:
                 shape = self.n, -(-k // self.scale_b_k)
                 scale = device.array(scale_b.ptr, np.float32, shape)
                 tokens *= np.repeat(scale, self.scale_b_k, axis=1)[:, :k]
-            product = packed.dequantize(np.float64) @ tokens.T
+            if self.out == "s32":
+                assert scale_b is None
+                weight = packed.codes().astype(np.float64)
+            else:
+                weight = packed.dequantize(np.float64)
+            product = weight @ tokens.T
             if scale_b is not None and not self.scale_b_k:
                 product *= device.array(scale_b.ptr, np.float32, (self.n,))
                 assert scale_b_rows
@@ -216,7 +232,8 @@ class PeerPlan:
             if self.key in self.opened.idle:
                 return
             weight = self.dense if self.dense is not None else device.array(a, operand, (p.m, p.k))
-            tokens = device.array(b, operand, (p.n, p.k)).astype(np.float64)
+            other = NUMPY_TYPES[p.operand_b or p.operand]
+            tokens = device.array(b, other, (p.n, p.k)).astype(np.float64)
             got = p.alpha * (weight.astype(np.float64) @ tokens.T)
             if self.key in self.opened.wrong:
                 got[p.m - 1, 0] += 5 * got.std()

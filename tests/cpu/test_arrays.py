@@ -44,6 +44,8 @@ def test_views_tell_strides_in_elements() -> None:
         (array((N, K), "u1"), {"bias": array((M,), "f4", (64,))}, "bias is not contiguous"),
         (array((N, K), "u1"), {"bias": array((M,), "f8")}, "bias is float64"),
         (array((N, K), "u1"), {"scale": array((N + 1,), "f4")}, r"scale is float32 \[4\]"),
+        (array((N, K), "i1"), {}, "x is int8, the weight is float8_e4m3fn"),
+        (array((N, K), "u1"), {"accumulate": "f16"}, "not multiplied by e4m3 summed in f16"),
     ],
 )
 def test_arrays_that_would_be_read_wrong_are_refused(

@@ -17,7 +17,7 @@ from sp24cli.bench.check import (
     tolerance,
 )
 from sp24cli.bench.problem import random_tokens, random_weight
-from sp24cli.optypes import operand_type
+from sp24cli.optypes import OPERANDS, operand_type, operands
 from sp24cli.packed import check_structure
 from sp24cli.scaling import ScaleSpec
 
@@ -47,7 +47,7 @@ def check(packed, tokens, out, got, *, normal=True):
     reference = Reference(
         reference_on_cpu(dense, tokens.codes), row_norms(dense, 1), row_norms(tokens.codes, 2)
     )
-    limits = tolerance(operand_type(packed.info.type), out, K, normal=normal)
+    limits = tolerance(operands(packed.info.type), out, K, normal=normal)
     row = 1.0 if packed.scale is None else packed.scale
     column = 1.0 if tokens.scale is None else tokens.scale
     return compare("D", got, reference, row, column, limits, workers=2)
@@ -118,7 +118,7 @@ def test_measured_fp8_errors_lie_within_the_bounds():
     """Relative errors of FP8 sums as an H200 gave them at these K pass; five times as much would
     not."""
     for k, measured in ((4096, 7.24e-4), (8192, 1.165e-3), (28672, 2.652e-3)):
-        limits = tolerance(operand_type("e4m3"), "f32", k, normal=True)
+        limits = tolerance(operands("e4m3"), "f32", k, normal=True)
         assert measured < limits.frobenius < 5 * measured
         # ‖a‖‖b‖ is √K deviations of D; the largest of 10^8 errors lies 6 deviations out.
         assert 6 * measured < limits.sums * np.sqrt(k) < 40 * measured
@@ -126,7 +126,7 @@ def test_measured_fp8_errors_lie_within_the_bounds():
 
 def test_given_data_may_have_a_product_that_outweighs_all():
     """FP8 sums cut a large accumulator at every step; a right kernel on outliers must pass."""
-    optype, k = operand_type("e4m3"), 8192
+    types, k = operands("e4m3"), 8192
     rng = np.random.default_rng(1)
     a, b = np.sign(rng.standard_normal((2, 1, k))) * 2.0**-4
     a[0, 0] = b[0, 0] = 448.0
@@ -140,17 +140,17 @@ def test_given_data_may_have_a_product_that_outweighs_all():
     reference = Reference(exact, np.linalg.norm(a, axis=1), np.linalg.norm(b, axis=1))
     got = np.array([[total]], np.float32)
     for normal in (False, True):
-        limits = tolerance(optype, "f32", k, normal=normal)
+        limits = tolerance(types, "f32", k, normal=normal)
         assert compare("D", got, reference, 1.0, 1.0, limits, 1).passed != normal
     # and what is far off still does not
-    limits = tolerance(optype, "f32", k, normal=False)
+    limits = tolerance(types, "f32", k, normal=False)
     assert not compare("D", 0.8 * got, reference, 1.0, 1.0, limits, 1).passed
 
 
 def test_a_stand_in_reference_widens_the_bound():
     product = np.full((2, 2), 100.0)
     got = product * (1 + 1.5 * 2.0**-8)
-    limits = tolerance(operand_type("f16"), "bf16", 64, normal=True)
+    limits = tolerance(operands("f16"), "bf16", 64, normal=True)
     norms = np.full(2, 1e-9)
     strict = compare("D", got, Reference(product, norms, norms), 1.0, 1.0, limits, 1)
     wide = compare("D", got, Reference(product, norms, norms, 2.0**-8), 1.0, 1.0, limits, 1)
@@ -159,12 +159,12 @@ def test_a_stand_in_reference_widens_the_bound():
 
 
 class TestExact:
-    @pytest.fixture(params=["e4m3", "bf16"])
+    @pytest.fixture(params=list(OPERANDS))
     def problem(self, request):
-        optype = operand_type(request.param)
+        optype = OPERANDS[request.param].a
         spec = ScaleSpec("vector" if optype.scaled else "none")
         packed = random_weight(M, K, optype, spec, seed=2, workers=2)
-        return packed, exact_problem(packed, N, seed=3)
+        return packed, exact_problem(packed, N, OPERANDS[request.param].b, seed=3)
 
     def product(self, exact):
         return reference_on_cpu(exact.packed.codes(), exact.tokens)
@@ -179,6 +179,10 @@ class TestExact:
         product = self.product(problem[1])
         assert product.std() > 7  # and it is not degenerate
         assert np.abs(product).max() <= 256
+        # Whatever was summed before, sums in f16 were exact: the terms are 1 or -1.
+        dense, tokens = problem[1].packed.codes(), problem[1].tokens
+        largest = np.abs(dense.astype(np.float64)) @ np.abs(tokens.astype(np.float64)).T
+        assert largest.max() <= 2048
         for dtype in OUT.values():
             assert np.array_equal(product.astype(dtype).astype(np.float64), product)
 

@@ -104,7 +104,7 @@ def _set(*keys):
         (_set("cases", 0, "rows", 1, "burst", "us", None), r"cases\[0\] has a time"),
         (_set("cases", 0, "rows", []), r"cases\[0\] has no verified figures"),
         (_set("cases", 0, "checks", []), r"cases\[0\] has no verified figures"),
-        (_set("cases", 0, "type", "e5m2"), "e5m2 into bf16"),
+        (_set("cases", 0, "type", "e2m1"), "e2m1 into bf16"),
         (_set("cases", 0, "shape", "k", 0), "4096x8192x0"),
         (_set("cases", 0, "skipped", [["a"]]), r"skipped\[0\] is \[\"a\"\], not a list of 2"),
         (_set("environment", "peers", []), "environment.peers .* an object"),

@@ -65,6 +65,46 @@ def test_ours_alone(device, order, type_name, scale, out):
     assert not device.buffers, "device memory leaked"
 
 
+#: A type, B type, sum and output, and the name and output that they have in a result.
+NEW_TYPES = [
+    ({"type_name": "e4m3", "b_type": "e5m2"}, "e4m3_e5m2", "bf16"),
+    ({"type_name": "e5m2", "b_type": "e4m3", "out": "f16"}, "e5m2_e4m3", "f16"),
+    ({"type_name": "e5m2", "scale": "vector"}, "e5m2", "bf16"),
+    ({"type_name": "s8"}, "s8", "s32"),
+    ({"type_name": "s8", "out": "bf16", "scale": "vector"}, "s8", "bf16"),
+    ({"type_name": "tf32"}, "tf32", "f32"),
+    ({"type_name": "f16", "accumulate": "f16"}, "f16_sum16", "f16"),
+]
+
+
+@pytest.mark.parametrize(("options", "name", "out"), NEW_TYPES)
+def test_every_pair_of_types_beside_peers(device, monkeypatch, options, name, out):
+    """What is timed is verified in its own types, with what each peer was given."""
+    libraries(
+        monkeypatch, dense=5.0, sparse=({(o, i): 5.0 for o in ("nm", "mn") for i in (None, 0)},)
+    )
+    result = run(device, **options)
+    (case,) = result.cases
+    assert (case.type, case.out) == (name, out)
+    families = [row.role.family for row in case.rows]
+    assert families[:3] == ["sp24", "cublaslt", "cusparselt"]
+    assert all(row.check.passed for row in case.rows)
+    assert not device.buffers
+
+
+@pytest.mark.parametrize(("options", "name", "out"), NEW_TYPES)
+def test_a_wrong_element_is_seen_in_every_type(device, monkeypatch, options, name, out):
+    def spoil(got, n):
+        value = float(got[77, 5])
+        got[77, 5] = value + (1 if out == "s32" else 3 * abs(value) + got.astype(float).std())
+        return got
+
+    monkeypatch.setattr(Weight, "fault", staticmethod(spoil))
+    failure = only_failure(run(device, **options))
+    assert failure.exit_code == 3
+    assert "row 77, column 5" in failure.message
+
+
 @pytest.mark.parametrize("k", [1020, 4])
 def test_ragged_k_is_padded_to_whole_16_bytes(device, k):
     result = run(device, (Shape(100, 7, k),))

@@ -119,6 +119,10 @@ def test_version_loads_no_numpy() -> None:
         ["quantize", "in", "-o", "out", "--type", "bf16", "--block", "8x8"],
         ["quantize", "in", "-o", "out", "--type", "int4", "--scale", "tensor"],
         ["quantize", "in", "-o", "out", "--scale", "tensor", "--overflow", "wrap"],
+        ["quantize", "in", "-o", "out", "--type", "s8", "--scale", "tensor", "--overflow", "nan"],
+        ["quantize", "in", "-o", "out", "--type", "s8"],
+        ["quantize", "in", "-o", "out", "--type", "tf32", "--scale", "tensor"],
+        ["quantize", "in", "-o", "out", "--type", "tf32", "--prune", "--permute"],
         ["quantize", "in", "-o", "out", "--scale", "tensor", "--layout", "sm80"],
         ["verify"],
         ["verify", "in", "--device", "tpu"],
@@ -300,6 +304,37 @@ def test_prune_prints_a_table(model: Path, capsys: pytest.CaptureFixture[str]) -
     assert lines[-2].startswith("pruned 2 of 3 tensors, kept energy ")
     assert lines[-1].startswith(f"wrote {output} (")
     assert np.array_equal(load(output)[0]["b.weight"], naive_prune(load(model)[0]["b.weight"]))
+
+
+@pytest.mark.parametrize(
+    ("name", "scale"), [("e5m2", "vector"), ("s8", "tensor"), ("s8", "block"), ("tf32", None)]
+)
+def test_every_type_goes_through_all_commands(
+    name: str, scale: str | None, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = {n: str(model.with_name(n)) for n in ("pruned", "packed", "dense", "codes")}
+    pattern = ["--pattern", "1:2"] if name == "tf32" else []
+    assert run(["prune", str(model), "-o", files["pruned"], *pattern]) == 0
+    scales = ["--scale", scale] if scale else []
+    options = ["--type", name, *scales, "--layout", "sm90"]
+    assert run(["quantize", files["pruned"], "-o", files["packed"], *options]) == 0
+    assert f"as {name}" in capsys.readouterr().out
+    for against in ("pruned", str(model)):
+        arguments = ["verify", files["packed"], "--against", files.get(against, against)]
+        assert run([*arguments, "--device", "cpu", "--json"]) == 0
+        assert document(capsys)["passed"]
+    assert run(["inspect", files["packed"], "--json"]) == 0
+    assert {t["type"] for t in document(capsys)["packed"]} == {name}
+    assert run(["unpack", files["packed"], "-o", files["dense"], "--dtype", "f32"]) == 0
+    assert run(["unpack", files["packed"], "-o", files["codes"], "--codes"]) == 0
+    dense, pruned = load(Path(files["dense"]))[0], load(Path(files["pruned"]))[0]
+    for weight in ("a.weight", "b.weight"):
+        want = pruned[weight].astype(np.float64)
+        # Half a step of the code at the largest of its scale, of a tensor at most, and the rounding
+        # of the quotient to float32.
+        step = {"e5m2": 2.0**-3, "s8": 1 / 254, "tf32": 2.0**-11}[name] * (1 + 2.0**-14)
+        assert (np.abs(dense[weight] - want) <= step * np.abs(want).max()).all()
+        assert np.array_equal(dense[weight] != 0, load(Path(files["codes"]))[0][weight] != 0)
 
 
 def test_prune_json(model: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,16 @@ import numpy as np
 import pytest
 
 from sp24cli.errors import BadInputError
-from sp24cli.fp8 import Overflow, convert, round_to, to_e4m3, to_e5m2
+from sp24cli.fp8 import (
+    Overflow,
+    convert,
+    find_unrounded,
+    round_to,
+    to_e4m3,
+    to_e5m2,
+    to_s8,
+    to_tf32,
+)
 from sp24cli.optypes import OPERAND_TYPES
 
 MODES: list[Overflow] = ["satfinite", "nan"]
@@ -66,6 +75,8 @@ E4M3 = Format(4, 3, 0x7F, ml_dtypes.float8_e4m3fn)
 E5M2 = Format(5, 2, 0x7C, ml_dtypes.float8_e5m2)
 F16 = Format(5, 10, 0x7C00, np.float16)
 BF16 = Format(8, 7, 0x7F80, ml_dtypes.bfloat16)
+#: By its 19 bits, without those that float32 has below.
+TF32 = Format(8, 10, 0x3FC00, np.float32)
 FORMATS = {"e4m3": E4M3, "e5m2": E5M2, "f16": F16, "bf16": BF16}
 FP8 = {"e4m3": (to_e4m3, E4M3, 0x7F), "e5m2": (to_e5m2, E5M2, 0x7C)}
 each_fp8 = pytest.mark.parametrize(("into", "form", "past_end"), FP8.values(), ids=FP8)
@@ -222,7 +233,7 @@ def test_every_kind_of_nan_stays_one(name: str, overflow: Overflow) -> None:
         assert np.isnan(got.astype(np.float32)).all()
 
 
-@pytest.mark.parametrize("name", list(OPERAND_TYPES))
+@pytest.mark.parametrize("name", list(FORMATS))
 @both_modes
 def test_a_value_of_the_type_itself_stays(name: str, overflow: Overflow) -> None:
     form = FORMATS[name]
@@ -230,6 +241,80 @@ def test_a_value_of_the_type_itself_stays(name: str, overflow: Overflow) -> None
     codes = np.concatenate([codes, codes | form.sign])
     got = convert(codes.view(form.dtype), OPERAND_TYPES[name], overflow)
     assert got.view(form.bits).tolist() == codes.tolist()
+
+
+def tf32_codes(x: np.ndarray, overflow: Overflow = "satfinite") -> np.ndarray:
+    """The upper 19 bits of ``x`` rounded to tf32; the others must be zero."""
+    bits = to_tf32(x, overflow=overflow).view(np.uint32)
+    assert not (bits & 0x1FFF).any()
+    return bits >> 13
+
+
+@pytest.mark.parametrize("source", [np.float32, np.float64])
+@both_modes
+def test_tf32_rounds_once_to_nearest_even(overflow: Overflow, source: Any) -> None:
+    rng = np.random.default_rng(0)
+    one = TF32.values.index(Fraction(1))
+    # Subnormals, the step to normal numbers, around 1, the end of the range, and at random.
+    codes = {0, 1, 2, 1023, 1024, 1025, *range(one - 3, one + 3), TF32.codes - 2, TF32.codes - 1}
+    codes |= set(rng.integers(0, TF32.codes, 2000).tolist())
+    points = [p for c in sorted(codes) for p in (TF32.values[c], TF32.middles[c])]
+    numbers = near([p for p in points if p <= Fraction(float(np.finfo(source).max))], source)
+    want = want_codes(TF32, numbers, overflow, TF32.codes, -1)
+    assert tf32_codes(numbers, overflow).tolist() == want
+
+
+def test_tf32_by_hand() -> None:
+    x = np.array([1 + 2.0**-11, 1 + 3 * 2.0**-11, -(1 + 2.0**-11 + 2.0**-23), 2.0**-137, -0.0])
+    assert to_tf32(x).tolist() == [1, 1 + 2.0**-9, -(1 + 2.0**-10), 0, 0]
+    assert np.signbit(to_tf32(x)).tolist() == [False, False, True, False, True]
+    largest = OPERAND_TYPES["tf32"].max_finite
+    ends = np.array([np.finfo(np.float32).max, -1e300, np.inf, largest])
+    assert to_tf32(ends).tolist() == [largest, -largest, largest, largest]
+    assert to_tf32(ends, overflow="nan").tolist() == [np.inf, -np.inf, np.inf, largest]
+    # One step of its last bit below the tie past the end.
+    assert to_tf32(np.array([largest + 2.0**116 * 0.999]), overflow="nan").tolist() == [largest]
+    assert np.isnan(to_tf32(np.array([np.nan, -np.nan], np.float32))).all()
+
+
+def test_every_float32_exponent_and_cut_of_tf32() -> None:
+    # All patterns of the 13 bits that go, below an even, an odd and a full mantissa.
+    low = np.arange(1 << 13, dtype=np.uint32)
+    for high in (0x3F800000, 0x3F802000, 0x3FFFE000, 0x00000000, 0x80002000, 0x7F7FE000):
+        got = to_tf32((high | low).view(np.float32), overflow="nan").view(np.uint32)
+        up = (low > 0x1000) | ((low == 0x1000) & bool(high & 0x2000))
+        assert got.tolist() == (high + np.where(up, 0x2000, 0)).tolist()
+
+
+@pytest.mark.parametrize("source", [np.float32, np.float64])
+def test_s8_rounds_once_to_nearest_even_and_is_symmetric(source: Any) -> None:
+    halves = np.arange(-260, 261).astype(source) / 2
+    numbers = np.concatenate([halves, np.nextafter(halves, source(9e9)), np.nextafter(halves, 0)])
+    want = [max(-127, min(127, round(Fraction(float(x))))) for x in numbers]
+    assert to_s8(numbers).tolist() == want
+    ends = np.array([np.inf, -np.inf, 1e30, np.nan, -0.0], source)
+    assert to_s8(ends).tolist() == [127, -127, 127, 0, 0]
+
+
+def test_s8_from_16_bit_types_is_that_of_float32() -> None:
+    for source in (np.float16, ml_dtypes.bfloat16):
+        bits = np.arange(1 << 16, dtype=np.uint16)
+        numbers = bits.view(source)
+        numbers = numbers[np.isfinite(numbers.astype(np.float32))]
+        want = np.clip(np.rint(numbers.astype(np.float64)), -127, 127).astype(int)
+        assert to_s8(numbers).tolist() == want.tolist()
+
+
+def test_s8_has_no_nan_to_overflow_to() -> None:
+    with pytest.raises(BadInputError, match="s8 has neither NaN nor infinity"):
+        convert(np.ones(3, np.float32), OPERAND_TYPES["s8"], "nan")
+
+
+def test_what_tf32_does_not_hold_is_found() -> None:
+    values = to_tf32(np.random.default_rng(0).standard_normal((4, 6), np.float32))
+    assert find_unrounded(values) is None
+    values.view(np.uint32)[2, 5] |= 1
+    assert find_unrounded(values) == (2, 5)
 
 
 def test_float64_to_float32_saturates_or_not() -> None:

@@ -15,13 +15,14 @@ from sp24cli.errors import Sp24Error
 from sp24cli.gpu.select import (
     block_summation,
     candidates,
-    check_blocks,
+    check_block_scales,
     cta_tiles,
     model_cycles,
+    outputs,
     select,
 )
 from sp24cli.kernels import manifest
-from sp24cli.optypes import OPERAND_TYPES
+from sp24cli.optypes import OPERANDS
 
 ROOT = Path(__file__).parents[2]
 LOADED = manifest.load()
@@ -56,15 +57,29 @@ def test_a_changed_source_changes_the_hash(tmp_path: Path) -> None:
     assert len({first, second, third}) == 3
 
 
+#: The outputs of the operands that do not have all three floats alone.
+OUTPUTS = {
+    "s8": {"s32", "bf16", "f16", "f32"},
+    "tf32": {"f32", "bf16"},
+    "f16_sum16": {"f16"},
+}
+
+
 def test_every_type_output_and_order_has_kernels_of_every_width() -> None:
-    for optype in OPERAND_TYPES.values():
-        for out in ("bf16", "f16", "f32"):
+    assert {e.type for e in LOADED.entries} == set(OPERANDS)
+    for name, types in OPERANDS.items():
+        assert set(outputs(name)) == OUTPUTS.get(name, {"bf16", "f16", "f32"})
+        for out in outputs(name):
             for order in ("nm", "mn"):
-                found = candidates(optype.name, out, order)
+                found = candidates(name, out, order)
                 assert {e.tile_n for e in found} >= {16, 64, 128, 256}
                 for e in found:
-                    assert e.tile_k == optype.block_k
-                    assert e.block_bytes == optype.block_bytes
+                    assert (e.a_type, e.b_type) == (types.a.name, types.b.name)
+                    assert e.accumulate == types.accumulate
+                    assert e.tile_k == types.a.block_k
+                    assert e.block_bytes == types.a.block_bytes
+                    assert e.k_multiple == types.a.group
+                    assert e.scales == (() if out == "s32" else ("tensor", "vector"))
                     assert e.local_bytes == 0
     with pytest.raises(Sp24Error, match="no kernel multiplies e4m3 into s8 nm"):
         candidates("e4m3", "s8", "nm")
@@ -104,13 +119,12 @@ def test_scales_along_k_decide_the_summation() -> None:
 
 
 def test_blocks_without_a_kernel_are_refused() -> None:
-    check_blocks("f16", None)
-    check_blocks("e4m3", (128, 128))
-    check_blocks("e4m3", (1, 64))
+    check_block_scales("e4m3", (128, 128))
+    check_block_scales("e4m3", (1, 64))
     with pytest.raises(Sp24Error, match="scales that change every 32 of K need a kernel"):
-        check_blocks("e4m3", (1, 32))
-    with pytest.raises(Sp24Error, match="no kernel multiplies bf16 into f32 mn, summing block128"):
-        check_blocks("bf16", (128, 128))
+        check_block_scales("e4m3", (1, 32))
+    with pytest.raises(Sp24Error, match="block scales of bf16 need a kernel"):
+        check_block_scales("bf16", (128, 128))
 
 
 @pytest.mark.parametrize(

@@ -72,3 +72,20 @@ def test_kept_places_are_those_of_the_pairs(groups: int) -> None:
         for row in range(3)
     ]
     assert places.tolist() == want
+
+
+def test_groups_of_two_have_two_nibbles() -> None:
+    for byte in range(256):
+        faults = [g for g, n in enumerate((byte & 15, byte >> 4)) if n not in (0b0100, 0b1110)]
+        meta = np.array([[0x44, 0xE4], [0x4E, byte]], np.uint8)
+        assert find_illegal(meta, 16, 2) == ((1, 2 + faults[0]) if faults else None)
+
+
+@pytest.mark.parametrize("k", [2, 6, 14, 32])
+def test_the_kept_value_of_a_pair_is_its_half(k: int) -> None:
+    rng = np.random.default_rng(k)
+    second = rng.random((5, k // 2)) < 0.5
+    meta = encode(np.where(second, 2, 0).astype(np.uint8), np.where(second, 3, 1).astype(np.uint8))
+    places = kept_places(meta, k, 2)
+    want = np.arange(5)[:, None] * k + np.arange(0, k, 2) + second
+    np.testing.assert_array_equal(places, want)

@@ -113,6 +113,23 @@ def test_there_and_back_gives_the_same_bytes(tmp_path: Path, spec: str, layout: 
     assert (tmp_path / "mask2").read_bytes() == (tmp_path / "mask").read_bytes()
 
 
+@pytest.mark.parametrize("operand", ["e5m2", "s8", "tf32"])
+@pytest.mark.parametrize("format", [FP8, BITMASK])
+def test_types_that_others_do_not_have_are_refused(
+    tmp_path: Path, operand: str, format: str
+) -> None:
+    optype = OPERAND_TYPES[operand]
+    spec = ScaleSpec("vector" if optype.scaled else "none")
+    packed = pack(tmp_path, optype=optype, spec=spec, prune=True)
+    with pytest.raises(BadInputError, match=f"'m.a.weight': is packed as {operand}, which"):
+        convert_file(packed, tmp_path / "other", format=format)
+    assert not (tmp_path / "other").exists()
+    report = convert_file(packed, tmp_path / "image", format=SP24, layout="sm90")
+    assert report.tensors[0].type == operand
+    convert_file(tmp_path / "image", tmp_path / "row", format=SP24, layout="row")
+    assert (tmp_path / "row").read_bytes() == packed.read_bytes()
+
+
 @pytest.mark.parametrize("operand", ["bf16", "f16"])
 def test_unscaled_types_have_a_bitmask_too(tmp_path: Path, operand: str) -> None:
     packed = pack(tmp_path, optype=OPERAND_TYPES[operand], spec=ScaleSpec("none"))

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from sp24cli.errors import BadInputError
-from sp24cli.ops import QuantizeReport, plan, prune_file, quantize_file, stream
+from sp24cli.ops import QuantizeReport, plan, prune_file, quantize_file, stream, unpack_file
+from sp24cli.ops.choose import Choice
 from sp24cli.optypes import OPERAND_TYPES
+from sp24cli.pruning.pattern import ONE_OF_TWO, prune_pattern
 from sp24cli.scaling import ScaleSpec
 from tests.cpu.modelfile import DTYPES, Array, load, naive_pack, naive_prune, normal, save
 
@@ -23,7 +25,7 @@ SPECS = {
 }
 
 
-def naive_scale(weight: Array, kind: str) -> Array:
+def naive_scale(weight: Array, kind: str, end: float = 448) -> Array:
     """F32 scales [..] of the file; a block is 48x8."""
     magnitude = np.abs(weight.astype(np.float64))
     if kind == "tensor":
@@ -38,7 +40,7 @@ def naive_scale(weight: Array, kind: str) -> Array:
                 for i in range(0, rows, 48)
             ]
         )
-    scale = largest.astype(np.float32) / np.float32(448)
+    scale = largest.astype(np.float32) / np.float32(end)
     return np.where(largest == 0, np.float32(1), np.maximum(scale, np.float32(TINY)))
 
 
@@ -187,6 +189,83 @@ def test_nan_and_infinity_are_named(
     with pytest.raises(BadInputError, match=r"'a\.weight': .* row 70, column 6"):
         quantize_file(source, tmp_path / "out", optype=optype, spec=spec, prune=prune)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind", list(SPECS))
+@pytest.mark.parametrize("source", ["F32", "F64", "BF16", "F16"])
+@pytest.mark.parametrize(("name", "largest"), [("e5m2", 57344), ("s8", 127)])
+def test_8_bit_types_by_their_definition(
+    tmp_path: Path, kind: str, source: str, name: str, largest: int
+) -> None:
+    """scale = amax / largest, the code nearest to value / scale, ties to even, value by value."""
+    weight = naive_prune(hard_weight(source))
+    path = save(tmp_path / "in", {"a.weight": weight})
+    quantize_file(path, tmp_path / "out", optype=OPERAND_TYPES[name], spec=SPECS[kind])
+    tensors, _ = load(tmp_path / "out")
+    scale = naive_scale(weight, kind, largest)
+    assert tensors["a.weight_scale"].tobytes() == scale.astype(np.float32).tobytes()
+    unpack_file(tmp_path / "out", tmp_path / "codes", codes=True)
+    codes = load(tmp_path / "codes")[0]["a.weight"]
+    assert codes.dtype == (np.int8 if name == "s8" else DTYPES["F8_E5M2"])
+    wide = np.float64 if source == "F64" else np.float32
+    quotient = weight.astype(wide) / spread(scale, kind, weight.shape).astype(wide)
+    if name == "s8":
+        want = np.clip(np.rint(quotient), -127, 127)
+    else:
+        exponent = np.maximum(np.frexp(quotient)[1] - 1, -14)
+        want = np.ldexp(np.rint(np.ldexp(quotient.astype(np.float64), 2 - exponent)), exponent - 2)
+        want = np.clip(want, -57344, 57344)
+    assert np.array_equal(codes.astype(np.float64), want)
+    assert np.abs(want).max() == largest
+
+
+def test_tf32_keeps_the_larger_of_each_pair(tmp_path: Path) -> None:
+    weight = normal(1, (70, 38))  # K of whole pairs, no whole fours
+    weight[3, 4:8] = np.array([2.0, -2.0, 0, -0.0])
+    weight[4, :2] = np.array([1 + 2.0**-11, 0])
+    source = save(tmp_path / "in", {"a.weight": weight})
+    optype, spec = OPERAND_TYPES["tf32"], ScaleSpec("none")
+    report = quantize_file(source, tmp_path / "out", optype=optype, spec=spec, prune=True)
+    tensors, _ = load(tmp_path / "out")
+    assert set(tensors) == {"a.weight_values", "a.weight_meta"}
+    values, meta = tensors["a.weight_values"], tensors["a.weight_meta"]
+    assert (values.dtype, values.shape, meta.shape) == (np.float32, (70, 19), (70, 10))
+    pairs = weight.reshape(70, 19, 2)
+    second = np.abs(pairs[..., 1]) > np.abs(pairs[..., 0])
+    nibbles = np.where(second, 0b1110, 0b0100)
+    nibbles = np.concatenate([nibbles, np.zeros((70, 1), int)], 1)
+    assert np.array_equal(meta, nibbles[:, ::2] | nibbles[:, 1::2] << 4)
+    kept = np.where(second, pairs[..., 1], pairs[..., 0]).astype(np.float64)
+    fraction, exponent = np.frexp(kept)
+    assert np.array_equal(values, np.ldexp(np.rint(np.ldexp(fraction, 11)), exponent - 11))
+    assert values[3, 2] == 2 and values[3, 3] == 0 and values[4, 0] == 1
+    # Pruning first is the same, and what is only 2:4 is refused.
+    prune_file(source, tmp_path / "pruned", choice=Choice(pattern=ONE_OF_TWO))
+    quantize_file(tmp_path / "pruned", tmp_path / "two", optype=optype, spec=spec)
+    assert load(tmp_path / "two")[0]["a.weight_values"].tobytes() == values.tobytes()
+    assert report.tensors[0].kept == np.count_nonzero(kept)
+    lone = save(tmp_path / "24", {"a.weight": naive_prune(normal(1, (8, 8)))})
+    with pytest.raises(BadInputError, match=r"one nonzero at row 2, group 3 .*not 1:2"):
+        quantize_file(lone, tmp_path / "no", optype=optype, spec=spec)
+
+
+def test_tf32_comes_back(tmp_path: Path) -> None:
+    source = save(tmp_path / "in", {"a.weight": normal(1, (70, 38))})
+    for layout in ("row", "sm90"):
+        quantize_file(
+            source,
+            tmp_path / layout,
+            optype=OPERAND_TYPES["tf32"],
+            spec=ScaleSpec("none"),
+            prune=True,
+            layout=layout,
+        )
+        unpack_file(tmp_path / layout, tmp_path / f"{layout} dense")
+    dense = load(tmp_path / "row dense")[0]["a.weight"]
+    assert dense.tobytes() == load(tmp_path / "sm90 dense")[0]["a.weight"].tobytes()
+    pruned = prune_pattern(normal(1, (70, 38)), ONE_OF_TWO)
+    assert np.array_equal(dense != 0, pruned != 0)
+    assert (np.abs(dense - pruned) <= 2.0**-11 * np.abs(pruned)).all()
 
 
 @pytest.mark.parametrize(("overflow", "code"), [("satfinite", 65504.0), ("nan", np.inf)])

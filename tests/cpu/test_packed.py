@@ -26,6 +26,7 @@ from sp24cli.packed import (
     pack,
     pack_rows,
 )
+from sp24cli.pruning.pattern import pattern_of, prune_magnitude
 from sp24cli.rowblocks import row_slices
 from sp24cli.scaling import ScaleSpec, amax, make_scales
 from sp24cli.sparsity import keep_indices, prune_24
@@ -45,8 +46,15 @@ every_case = pytest.mark.parametrize(
 SOURCES = [k.dtype for k in NUMBER_TYPES.values()]
 
 
-def weights(rows: int, cols: int, dtype: Any = ml_dtypes.bfloat16, *, seed: int = 0) -> np.ndarray:
-    """A pruned matrix whose groups hold 0, 1 or 2 nonzeros, over a wide range."""
+def weights(
+    rows: int,
+    cols: int,
+    dtype: Any = ml_dtypes.bfloat16,
+    *,
+    seed: int = 0,
+    optype: OperandType = E4M3,
+) -> np.ndarray:
+    """A matrix pruned for ``optype``, whose groups hold up to what is kept, over a wide range."""
     rng = np.random.default_rng(seed)
     dense = rng.standard_normal((rows, cols)) * rng.lognormal(0, 1, (rows, 1)) * 8
     dense[rng.random((rows, cols)) < 0.3] = 0
@@ -55,7 +63,15 @@ def weights(rows: int, cols: int, dtype: Any = ml_dtypes.bfloat16, *, seed: int 
         dense = np.clip(dense, -6e4, 6e4)
     if np.dtype(dtype).itemsize == 1:
         dense = np.clip(dense, -120, 120)
-    return prune_24(dense.astype(dtype))
+    return prune_magnitude(dense.astype(dtype), pattern_of(optype))
+
+
+def keep_of(dense: np.ndarray, optype: OperandType) -> tuple[np.ndarray, np.ndarray]:
+    """The pairs that the metadata must name; of tf32 in halves."""
+    if optype.group == 4:
+        return keep_indices(dense)
+    second = dense.reshape(len(dense), -1, 2)[..., 1] != 0
+    return np.where(second, 2, 0), np.where(second, 3, 1)
 
 
 def parts_of(packed: PackedMatrix) -> dict[str, tuple[Any, ...]]:
@@ -72,19 +88,20 @@ def parts_of(packed: PackedMatrix) -> dict[str, tuple[Any, ...]]:
 def test_pack_by_definition(
     optype: OperandType, spec: ScaleSpec, source: np.dtype, shape: tuple[int, int]
 ) -> None:
-    dense = weights(*shape, source)
+    dense = weights(*shape, source, optype=optype)
     packed, stats = pack(dense, optype, spec)
     rows, cols = shape
 
-    first, second = keep_indices(dense)
-    got_first, got_second = decode(packed.meta, cols)
+    first, second = keep_of(dense, optype)
+    got_first, got_second = decode(packed.meta, optype.meta_k(cols))
     np.testing.assert_array_equal(got_first, first)
     np.testing.assert_array_equal(got_second, second)
 
     wide = dense.astype(np.float64 if source == np.float64 else np.float32)
     scale = np.ones((rows, cols), wide.dtype)
     if spec.kind != "none":
-        want_scale = make_scales(amax(dense, spec), optype.max_finite, spec)
+        largest = {"e4m3": 448.0, "e5m2": 57344.0, "s8": 127.0}[optype.name]
+        want_scale = make_scales(amax(dense, spec), largest, spec)
         assert packed.scale.dtype == want_scale.dtype == spec.dtype
         assert packed.scale.tolist() == want_scale.tolist()
         height, width = spec.block or {"tensor": (rows, cols), "vector": (1, cols)}[spec.kind]
@@ -94,10 +111,20 @@ def test_pack_by_definition(
     if source == np.float64:
         # No value here lies within a double rounding of a midpoint: checked by test_fp8.
         quotient = quotient.astype(np.float32)
-    codes = quotient.astype(optype.dtype).reshape(rows, -1, 4)
-    want = np.stack(
-        [np.take_along_axis(codes, i[..., None].astype(int), 2)[..., 0] for i in (first, second)], 2
-    ).reshape(rows, cols // 2)
+    if optype.name == "s8":
+        quotient = np.rint(quotient)
+    elif optype.name == "tf32":
+        # Eleven significant bits, the low ones of the range apart: test_fp8 has those.
+        fraction, exponent = np.frexp(quotient)
+        quotient = np.ldexp(np.rint(np.ldexp(fraction, 11)), exponent - 11)
+    codes = quotient.astype(optype.dtype)
+    if optype.group == 2:
+        codes = codes.reshape(rows, -1, 2)
+        want = np.take_along_axis(codes, (first // 2)[..., None].astype(int), 2)[..., 0]
+    else:
+        codes = codes.reshape(rows, -1, 4)
+        kept = [np.take_along_axis(codes, i[..., None].astype(int), 2) for i in (first, second)]
+        want = np.concatenate(kept, 2).reshape(rows, cols // 2)
     assert packed.values.dtype == optype.dtype
     np.testing.assert_array_equal(packed.values.view(np.uint8), want.view(np.uint8))
 
@@ -115,7 +142,7 @@ def test_pack_by_definition(
 def test_both_layouts_hold_the_same(
     optype: OperandType, spec: ScaleSpec, shape: tuple[int, int]
 ) -> None:
-    dense = weights(*shape)
+    dense = weights(*shape, optype=optype)
     row, row_stats = pack(dense, optype, spec)
     image, image_stats = pack(dense, optype, spec, layout="sm90")
     assert image_stats == row_stats
@@ -127,7 +154,7 @@ def test_both_layouts_hold_the_same(
     assert image.to_layout("row").info == row.info
     codes, first, second = decode_fragments(image.blocks, optype, *shape)
     assert codes.tobytes() == row.values.tobytes()
-    for got, want in zip((first, second), decode(row.meta, shape[1]), strict=True):
+    for got, want in zip((first, second), decode(row.meta, optype.meta_k(shape[1])), strict=True):
         np.testing.assert_array_equal(got, want)
     assert image.codes().tobytes() == row.codes().tobytes()
     assert image.dequantize().tobytes() == row.dequantize().tobytes()
@@ -138,7 +165,7 @@ def test_both_layouts_hold_the_same(
 def test_any_number_of_workers_gives_the_same(
     optype: OperandType, spec: ScaleSpec, layout: Any
 ) -> None:
-    dense = weights(1000, 2500 * 2)
+    dense = weights(1000, 2500 * 2, optype=optype)
     one, one_stats = pack(dense, optype, spec, layout=layout)
     many, many_stats = pack(dense, optype, spec, layout=layout, workers=5)
     assert parts_of(one) == parts_of(many)
@@ -212,9 +239,13 @@ def test_negative_zero_is_zero(name: str) -> None:
     optype = OPERAND_TYPES[name]
     dense = np.array([[-0.0, -0.0, 3, -0.0], [-0.0] * 4], np.float32)
     packed, stats = pack(dense, optype, VECTOR if optype.scaled else NONE)
-    assert decode(packed.meta, 4)[0].tolist() == [[2], [0]]
-    assert decode(packed.meta, 4)[1].tolist() == [[3], [1]]
-    assert not packed.values.view(f"u{optype.itemsize}")[:, 1].any()
+    first, second = decode(packed.meta, optype.meta_k(4))
+    if optype.group == 4:
+        assert (first.tolist(), second.tolist()) == ([[2], [0]], [[3], [1]])
+    else:
+        assert (first.tolist(), second.tolist()) == ([[0, 0], [0, 0]], [[1, 1], [1, 1]])
+    # The other kept place: behind the 3, or that of the empty pair before it.
+    assert not packed.values.view(f"u{optype.itemsize}")[:, 1 if optype.group == 4 else 0].any()
     assert not packed.values.view(f"u{optype.itemsize}")[1].any()
     assert stats.kept == 1
     assert packed.dequantize().tobytes() == np.array([[0, 0, 3, 0], [0] * 4], np.float32).tobytes()
@@ -293,7 +324,7 @@ def test_stats_are_those_of_exact_arithmetic() -> None:
 def test_row_blocks_can_be_packed_one_by_one(
     optype: OperandType, spec: ScaleSpec, layout: Any
 ) -> None:
-    dense = weights(500, 300)
+    dense = weights(500, 300, optype=optype)
     whole, whole_stats = pack(dense, optype, spec, layout=layout)
     step = whole.row_step
     assert step == (192 if spec is BLOCK else 64)
@@ -330,7 +361,7 @@ def test_row_blocks_can_be_packed_one_by_one(
 @pytest.mark.parametrize("layout", ["row", "sm90"])
 def test_many_tiles_in_one_go(optype: OperandType, spec: ScaleSpec, layout: Any) -> None:
     # Several tiles of rows and of columns in one call, against single rows of blocks.
-    dense = weights(1300, 2092)
+    dense = weights(1300, 2092, optype=optype)
     want, _ = pack(dense, optype, spec, layout=layout)
     got = PackedMatrix.empty(want.info, want.scale)
     pack_rows(dense, got)
@@ -494,6 +525,8 @@ def test_info_as_json() -> None:
         ("scale", "none", "'none' takes no block size"),
         ("pruned", "lottery", "unknown pruning 'lottery'"),
         ("overflow", "wrap", "unknown overflow mode 'wrap'"),
+        ("type", "s8", "s8 has neither NaN nor infinity"),
+        ("type", "tf32", "operand type 'tf32' takes no scale"),
         ("source_dtype", "F4", "unknown source dtype 'F4'"),
         ("shape", [70], r"field 'shape' is \[70\]"),
         ("shape", "70x132", "field 'shape' is '70x132'"),

@@ -197,6 +197,33 @@ def test_cublaslt_float64_is_double_all_through(cublas):
     assert _through(call[2], ctypes.c_double).value == 1.0
 
 
+def test_cublaslt_types_of_operands_sums_and_factors(cublas):
+    """Compute and scale type, and A's and B's types in the order in which they stand."""
+    opened, recorder = cublas
+    kinds = [
+        ("s8", "s8", "s32", "s32", 72, 10, (3, 3)),
+        ("s8", "s8", "bf16", "s32", 72, 0, (3, 3)),
+        ("f16", "f16", "f16", "f16", 64, 2, (2, 2)),
+        ("tf32", "tf32", "f32", "f32", 77, 0, (0, 0)),
+        ("e5m2", "e4m3", "bf16", "f32", 68, 0, (29, 28)),
+    ]
+    for a, b, out, accumulate, compute, scale, types in kinds:
+        for order in ("nm", "mn"):
+            recorder.calls.clear()
+            problem = PeerProblem(256, 32, 512, a, out, order, 1.0, b, accumulate)
+            plan = opened.plan(problem)
+            (created,) = recorder.named("cublasLtMatmulDescCreate")
+            assert created[1:] == (compute, scale)
+            layouts = [call[1] for call in recorder.named("cublasLtMatrixLayoutCreate")]
+            assert tuple(layouts[:2]) == (types if order == "nm" else types[::-1])
+            plan.enqueue(1, 2, 3)
+            (call,) = recorder.named("cublasLtMatmul")
+            factor = {0: ctypes.c_float, 10: ctypes.c_int32, 2: ctypes.c_uint16}[scale]
+            one = 0x3C00 if scale == 2 else 1
+            assert factor.from_address(call[2]).value == one
+            assert factor.from_address(call[7]).value == 0
+
+
 def test_cublaslt_without_an_algorithm_is_a_peer_error(cublas):
     opened, recorder = cublas
     recorder._functions["cublasLtMatmulAlgoGetHeuristic"].action = lambda *_: 0
@@ -272,6 +299,25 @@ def test_cusparselt_descriptors(cusparse, order, lead, written):
     assert matmul[2:4] == (0, 0)
     assert matmul[4:8] == (a[1], b[1], d[1], d[1])
     assert matmul[8] == 2  # CUSPARSE_COMPUTE_32F
+
+
+@pytest.mark.parametrize(
+    ("a", "out", "accumulate", "types"),
+    [
+        ("s8", "s32", "s32", (3, 10, 0)),
+        ("s8", "bf16", "s32", (3, 14, 0)),
+        ("f16", "f16", "f16", (2, 2, 1)),
+        ("tf32", "f32", "f32", (0, 0, 2)),
+        ("e5m2", "bf16", "f32", (29, 14, 2)),
+    ],
+)
+def test_cusparselt_types(cusparse, a, out, accumulate, types):
+    opened, recorder = cusparse
+    opened.plan(PeerProblem(256, 32, 512, a, out, "nm", accumulate=accumulate))
+    (of_a,) = recorder.named("cusparseLtStructuredDescriptorInit")
+    b, d = recorder.named("cusparseLtDenseDescriptorInit")
+    (matmul,) = recorder.named("cusparseLtMatmulDescriptorInit")
+    assert (of_a[6], b[6], d[6], matmul[8]) == (types[0], types[0], types[1], types[2])
 
 
 def test_cusparselt_default_and_id(cusparse):

@@ -9,7 +9,7 @@ import pytest
 
 from sp24cli.optypes import OPERAND_TYPES
 from sp24cli.packed import PackedMatrix, pack
-from sp24cli.reference import f32_bound, product
+from sp24cli.reference import f32_bound, product, s32_bound
 from sp24cli.scaling import ScaleSpec
 from tests.cpu.modelfile import DTYPES, Array, naive_prune, normal
 
@@ -111,3 +111,21 @@ def test_subnormal_products_stay_within_the_bound() -> None:
 def test_past_the_end_of_float32_anything_is_allowed() -> None:
     assert f32_bound(np.array([[3e38]]), 2)[0, 0] == np.inf
     assert f32_bound(np.array([[1e38]]), 2)[0, 0] < 1e38
+
+
+def test_integers_differ_by_the_roundings_of_the_result_alone() -> None:
+    rng = np.random.default_rng(1)
+    weight = naive_prune(normal(1, (40, 4096)))
+    packed, _ = pack(weight, OPERAND_TYPES["s8"], SPECS["vector"])
+    tokens = rng.integers(-128, 128, (20, 4096), np.int8)
+    d, sizes = product(packed, tokens)
+    sums = packed.codes().astype(np.int64) @ tokens.astype(np.int64).T
+    assert np.abs(sums).max() > 2**18
+    got = sums.astype(np.float32) * packed.scale
+    bound = s32_bound(d, sizes, 2048)
+    error = np.abs(got - d)
+    assert (error <= bound).all()
+    assert (error > 0).any()
+    # A sum that is off by one is seen in most elements of this size, and all of half of it.
+    off = np.abs((sums + 1).astype(np.float32) * packed.scale - d) > bound
+    assert off[np.abs(sums) < 2**21].all()

@@ -158,6 +158,22 @@ def test_clipping_and_noise_are_doubted(tmp_path: Path) -> None:
     assert layer.doubts[:2] == ("SNR below 28 dB", "1 value clipped")
 
 
+@pytest.mark.parametrize("name", list(OPERAND_TYPES))
+def test_a_usual_layer_is_not_doubted_in_any_type(tmp_path: Path, name: str) -> None:
+    source = save(tmp_path / "in", {"a.weight": normal(1, (64, 256))})
+    optype = OPERAND_TYPES[name]
+    spec = ScaleSpec("vector" if optype.scaled else "none")
+    (layer,) = summarize(quantized(source, optype=optype, spec=spec)).layers
+    assert layer.doubts == ()
+    # Beside a column of outliers the others fall between the even steps of integers alone.
+    weight = normal(2, (64, 256))
+    weight[:, 0] *= 2000
+    (layer,) = summarize(
+        quantized(save(source, {"a.weight": weight}), optype=optype, spec=spec)
+    ).layers
+    assert bool(layer.doubts) == (name == "s8")
+
+
 def test_nothing_to_doubt_is_said_too(tmp_path: Path) -> None:
     source = save(tmp_path / "in", {"a.weight": normal(1, (64, 64))})
     verdict = summarize(quantized(source)).verdict

@@ -11,9 +11,11 @@ import pytest
 
 import sp24cli.gpu.device
 from sp24cli.errors import BadInputError, NoGpuError
-from sp24cli.ops import prune_file, quantize_file, stream
-from sp24cli.optypes import OPERAND_TYPES
+from sp24cli.ops import prune_file, quantize_file, stream, unpack_file
+from sp24cli.ops.choose import Choice
+from sp24cli.optypes import OPERAND_TYPES, OperandType
 from sp24cli.packed import PackedMatrix, pack
+from sp24cli.pruning.pattern import ONE_OF_TWO, pattern_of, prune_pattern
 from sp24cli.scaling import ScaleSpec
 from sp24cli.verify import NumericsResult, VerifyReport, cpu, verify_file
 from tests.cpu.modelfile import Array, load, naive_prune, normal, save
@@ -27,7 +29,19 @@ SPECS = {
     "mx": ScaleSpec("mx", (1, 32)),
     "f16": ScaleSpec("none"),
     "bf16": ScaleSpec("none"),
+    "e5m2": ScaleSpec("vector"),
+    "s8": ScaleSpec("vector"),
+    "s8 block": ScaleSpec("block", (32, 8)),
+    "tf32": ScaleSpec("none"),
 }
+
+
+def type_of(kind: str) -> OperandType:
+    return OPERAND_TYPES.get(kind.split()[0], OPERAND_TYPES["e4m3"])
+
+
+def prune_for(weight: Array, kind: str) -> Array:
+    return naive_prune(weight) if kind != "tf32" else prune_pattern(weight, ONE_OF_TWO)
 
 
 def make(tmp_path: Path, kind: str, layout: str = "row", *, prune: bool = True) -> Path:
@@ -37,9 +51,10 @@ def make(tmp_path: Path, kind: str, layout: str = "row", *, prune: bool = True) 
     weight[8, :4] = np.array([0, 0, 0, 1])
     tensors = {"a.weight": weight, "norm.weight": normal(2, (84,))}
     save(tmp_path / "dense", tensors)
+    optype = type_of(kind)
     if not (tmp_path / "pruned").exists():
-        prune_file(tmp_path / "dense", tmp_path / "pruned")
-    optype = OPERAND_TYPES[kind if kind in ("f16", "bf16") else "e4m3"]
+        choice = Choice(pattern=pattern_of(optype))
+        prune_file(tmp_path / "dense", tmp_path / "pruned", choice=choice)
     quantize_file(
         tmp_path / ("dense" if prune else "pruned"),
         tmp_path / "packed",
@@ -76,7 +91,8 @@ def test_what_quantize_writes_is_right(
         assert verdict.structure is None
         assert verdict.agreement is not None
         assert verdict.agreement.passed
-        assert ("not 2:4" in verdict.agreement.note) == (against == "dense" and not prune)
+        pattern = pattern_of(type_of(kind))
+        assert (f"not {pattern}" in verdict.agreement.note) == (against == "dense" and not prune)
         assert verdict.numerics is not None
         by_random, by_identity, *widened = verdict.numerics.checks
         assert [by_random.name, by_identity.name] == ["product", "identity"]
@@ -135,6 +151,53 @@ def test_a_bad_scale_is_a_fault_of_structure(tmp_path: Path, kind: str, value: f
     packed = make(tmp_path, kind)
     bad = tampered(packed, "a.weight_scale", lambda scale: scale.flat.__setitem__(-1, value))
     assert failure(verify_file(bad, device="cpu")).startswith("a.weight: structure: scale")
+
+
+@pytest.mark.parametrize("nibble", [0b1000, 0b1001, 0b1100, 0b1101, 0b0000])
+@pytest.mark.parametrize("layout", ["row", "sm90"])
+def test_tf32_has_two_nibbles_alone(tmp_path: Path, nibble: int, layout: str) -> None:
+    """Four of the six pairs of a 16-bit type would take halves of two values."""
+    packed = make(tmp_path, "tf32", layout)
+    if layout == "row":
+        bad = tampered(packed, "a.weight_meta", set_at((3, 5), nibble << 4 | 0b0100))
+    else:
+        # Row 3, pair 11: word 4 * 3 + 2 of the first block, its nibble 3.
+        def change(blocks: Array) -> None:
+            words = blocks[0, 0, 4096:].view("<u4")
+            words[14] = words[14] & np.uint32(0xFFFF0FFF) | np.uint32(nibble << 12)
+
+        bad = tampered(packed, "a.weight_blocks", change)
+    report = verify_file(bad, device="cpu")
+    assert failure(report) == (
+        "a.weight: structure: metadata at row 3, group 11 is not 0100 or 1110"
+    )
+
+
+def test_tf32_that_was_not_rounded_is_a_fault_of_structure(tmp_path: Path) -> None:
+    packed = make(tmp_path, "tf32")
+    value = np.float32(1 + 2.0**-11)
+    bad = tampered(packed, "a.weight_values", set_at((140, 7), value))
+    text = failure(verify_file(bad, device="cpu"))
+    assert text == "a.weight: structure: value at row 140, kept column 7 is not rounded to tf32"
+
+
+@pytest.mark.parametrize("kind", ["e5m2", "s8", "tf32"])
+def test_a_code_that_differs_is_named_by_its_column(tmp_path: Path, kind: str) -> None:
+    packed = make(tmp_path, kind)
+    values = load(packed)[0]["a.weight_values"]
+    row = 140
+    bits = f"u{values.itemsize}"
+    low = 1 << 13 if kind == "tf32" else 1
+
+    def change(part: Array) -> None:
+        part.view(bits)[row, 5] ^= low
+
+    text = failure(verify_file(tampered(packed, "a.weight_values", change), tmp_path / "dense"))
+    unpack_file(packed, tmp_path / "codes", codes=True)
+    codes = load(tmp_path / "codes")[0]["a.weight"]
+    column = int(text.split("column ")[1].split()[0])
+    assert f"agreement: code at row {row}, column {column}" in text
+    assert codes[row, column].tobytes() == values[row, 5].tobytes()
 
 
 def test_padding_that_is_not_empty_is_a_fault_of_structure(tmp_path: Path) -> None:
@@ -272,8 +335,8 @@ def test_nan_in_the_dense_file_is_its_fault(tmp_path: Path) -> None:
 
 
 def packed_matrix(kind: str, layout: str = "sm90") -> PackedMatrix:
-    optype = OPERAND_TYPES[kind if kind in ("f16", "bf16") else "e4m3"]
-    return pack(naive_prune(normal(1, (150, 84))), optype, SPECS[kind], layout=layout)[0]
+    dense = prune_for(normal(1, (150, 84)), kind)
+    return pack(dense, type_of(kind), SPECS[kind], layout=layout)[0]
 
 
 @pytest.mark.parametrize(

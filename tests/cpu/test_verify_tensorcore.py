@@ -7,10 +7,10 @@ import pytest
 
 from sp24cli.bits import widen
 from sp24cli.fp8 import convert
-from sp24cli.optypes import operand_type
+from sp24cli.optypes import operands
 from sp24cli.verify.tensorcore import element_bound, frobenius_bound
 
-E4M3 = operand_type("e4m3")
+E4M3 = operands("e4m3")
 SUMS = 400
 
 

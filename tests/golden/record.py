@@ -22,6 +22,7 @@ from sp24cli.checkpoint.header import DTYPE_NAMES  # noqa: E402
 from sp24cli.checkpoint.writer import StreamingWriter  # noqa: E402
 from sp24cli.gpu.device import Device  # noqa: E402
 from sp24cli.gpu.matmul import SparseWeight  # noqa: E402
+from sp24cli.optypes import OPERAND_TYPES  # noqa: E402
 from sp24cli.verify.gpu import multiply  # noqa: E402
 from tests.gpu import problems  # noqa: E402
 
@@ -32,7 +33,7 @@ FILE = Path(__file__).with_name("h200.safetensors")
 def main() -> None:
     device = Device.open()
     tensors = {}
-    for type_name in ("e4m3", "f16", "bf16"):
+    for type_name in OPERAND_TYPES:
         for kind in ("integers", "normal"):
             problem = getattr(problems, kind)(type_name, *SHAPE)
             row = problem.packed.to_layout("row")

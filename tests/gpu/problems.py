@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -11,10 +11,12 @@ import numpy.typing as npt
 
 from sp24cli.bits import widen
 from sp24cli.fp8 import convert
-from sp24cli.optypes import operand_type
+from sp24cli.optypes import OPERANDS, OperandType, operand_type
 from sp24cli.packed import PackedMatrix, pack
+from sp24cli.pruning.pattern import pattern_of, prune_magnitude
 from sp24cli.scaling import ScaleSpec
 from sp24cli.sparsity import prune_24
+from sp24cli.verify.cpu import random_activations
 
 Array = npt.NDArray[Any]
 
@@ -35,13 +37,30 @@ SHAPES = [
 ]
 
 
+#: A value beside small ones that makes the tensor scale a power of two, so that codes are exactly
+#: the values, or these times another.
+ANCHOR = {"e4m3": 448, "e5m2": 28, "s8": 127}
+
+#: Values that every type holds exactly: three significant bits.
+EXACT = np.array([1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28], np.float32)
+
+
 @dataclass(frozen=True)
 class Problem:
+    """``x`` is of type B, ``exact`` the product of the dequantized weight ``a64`` with it, ``sums``
+    that of the codes."""
+
     packed: PackedMatrix
     x: Array
     a64: Array
     exact: Array
     norms: Array
+
+    @cached_property
+    def sums(self) -> Array:
+        codes = widen(self.packed.codes()).astype(np.float64)
+        product: Array = codes @ widen(self.x).astype(np.float64).T
+        return product
 
 
 def make_packed(dense: Array, type_name: str, scale: str, layout: str = "sm90") -> PackedMatrix:
@@ -51,24 +70,44 @@ def make_packed(dense: Array, type_name: str, scale: str, layout: str = "sm90") 
     return packed.to_layout(layout)
 
 
+def anchored(dense: Array, optype: OperandType) -> Array:
+    """``dense`` with the `ANCHOR` of its type in place of its first four values."""
+    dense[0, :4] = [ANCHOR.get(optype.name, 448), 0, 0, 0]
+    return dense
+
+
 @cache
-def integers(type_name: str, m: int, n: int, k: int) -> Problem:
-    """Small integers: every partial sum is exact in the tensor core, so D is too."""
+def integers(types: str, m: int, n: int, k: int) -> Problem:
+    """Small integers: every partial sum is exact in the tensor core (in f16, too: below 2048), so
+    D is. ``types`` is a name of `optypes.OPERANDS`."""
+    a, b = OPERANDS[types].a, OPERANDS[types].b
     random = np.random.default_rng([m, n, k])
-    dense = prune_24(random.integers(-3, 4, (m, k)).astype(np.float32))
-    # 448 somewhere makes the tensor scale 1, so that codes are the integers themselves.
-    dense[0, : min(4, k)] = [448, 0, 0, 0][: min(4, k)]
-    x = convert(random.integers(-1, 2, (n, k)).astype(np.float32), operand_type(type_name))
-    return _problem(make_packed(dense, type_name, "tensor"), x)
+    dense = prune_magnitude(random.integers(-3, 4, (m, k)).astype(np.float32), pattern_of(a))
+    x = convert(random.integers(-1, 2, (n, k)).astype(np.float32), b)
+    return _problem(make_packed(anchored(dense, a), a.name, "tensor"), x)
 
 
 @cache
-def normal(type_name: str, m: int, n: int, k: int, scale: str = "vector") -> Problem:
-    """Random normal values pruned by magnitude."""
+def normal(types: str, m: int, n: int, k: int, scale: str = "vector") -> Problem:
+    """Random normal values pruned by magnitude; activations of s8 over its whole range."""
+    a, b = OPERANDS[types].a, OPERANDS[types].b
     random = np.random.default_rng([k, n, m])
-    dense = prune_24(random.standard_normal((m, k), np.float32) * 0.05)
-    x = convert(random.standard_normal((n, k), np.float32), operand_type(type_name))
-    return _problem(make_packed(dense, type_name, scale), x)
+    dense = prune_magnitude(random.standard_normal((m, k), np.float32) * 0.05, pattern_of(a))
+    return _problem(make_packed(dense, a.name, scale), random_activations(random, n, k, b))
+
+
+def all_codes(m: int, n: int, k: int) -> Problem:
+    """s8 from -128 to 127 in weight and activations; the first rows hold the largest sums there
+    are: of 2^14 and -2^14 + 2^7 alone."""
+    random = np.random.default_rng([n, k, m])
+    dense = prune_24(random.standard_normal((m, k), np.float32))
+    packed = make_packed(dense, "s8", "vector", "row")
+    values = random.integers(-128, 128, (m, k // 2), np.int8)
+    x = random.integers(-128, 128, (n, k), np.int8)
+    values[:2], x[0], x[1] = -128, -128, 127
+    # A scale that brings the largest sums into f16.
+    scale = np.full((m, 1), 2.0**-13, np.float32)
+    return _problem(replace(packed, values=values, scale=scale).to_layout("sm90"), x)
 
 
 def _problem(packed: PackedMatrix, x: Array) -> Problem:

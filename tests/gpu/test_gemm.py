@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from sp24cli.errors import Sp24Error
 from sp24cli.gpu.device import Device
 from sp24cli.gpu.matmul import OUT_DTYPES, SparseWeight
 from sp24cli.kernels import manifest
-from sp24cli.optypes import operand_type
+from sp24cli.optypes import OPERANDS
 from sp24cli.verify.compare import Comparison
 from sp24cli.verify.gpu import multiply, padded_rows
 from sp24cli.verify.tensorcore import element_bound, frobenius_bound
@@ -39,6 +40,7 @@ def run(
             scale_b_k=scale_b_k,
             bias=bias,
             kernel=entry.name,
+            types=OPERANDS[entry.type],
         )
         for _ in range(2)
     ]
@@ -50,13 +52,13 @@ def run(
 def assert_close(
     entry: manifest.Entry, d: problems.Array, want: problems.Array, norms: problems.Array, k: int
 ) -> None:
-    optype = operand_type(entry.a_type)
+    types = OPERANDS[entry.type]
     comparison = Comparison(entry.name)
-    bound = element_bound(optype, k, norms, entry.out_type, want, entry.promote_k)
+    bound = element_bound(types, k, norms, entry.out_type, want, entry.promote_k)
     comparison.add(d, want, bound)
     check = comparison.check()
     assert check.passed, check
-    allowed = frobenius_bound(optype, k, entry.out_type, entry.promote_k)
+    allowed = frobenius_bound(types, k, entry.out_type, entry.promote_k)
     assert check.rel_frobenius <= allowed, check
 
 
@@ -65,7 +67,7 @@ def assert_close(
 def test_small_integers_are_exact(
     device: Device, entry: manifest.Entry, shape: tuple[int, int, int]
 ) -> None:
-    problem = problems.integers(entry.a_type, *shape)
+    problem = problems.integers(entry.type, *shape)
     d = run(device, entry, problem)
     want = problem.exact.astype(np.float32).astype(OUT_DTYPES[entry.out_type])
     assert np.array_equal(d, want)
@@ -77,7 +79,11 @@ def test_random_data_with_scales_and_bias(
     device: Device, entry: manifest.Entry, shape: tuple[int, int, int]
 ) -> None:
     m, n, k = shape
-    problem = problems.normal(entry.a_type, m, n, k)
+    problem = problems.normal(entry.type, m, n, k)
+    if not entry.scales:
+        # Sums of integers as they are, whatever the weight's scales.
+        assert np.array_equal(run(device, entry, problem), problem.sums)
+        return
     random = np.random.default_rng(n)
     scale_b = random.uniform(0.5, 2.0, n).astype(np.float32)
     bias = random.standard_normal(m).astype(np.float32)
@@ -88,29 +94,34 @@ def test_random_data_with_scales_and_bias(
 
 @EVERY_KERNEL
 def test_tensor_scales(device: Device, entry: manifest.Entry) -> None:
-    problem = problems.normal(entry.a_type, 192, 40, 640, "tensor")
+    problem = problems.normal(entry.type, 192, 40, 640, "tensor")
+    if not entry.scales:
+        with pytest.raises(Sp24Error, match="s32 are plain sums"):
+            run(device, entry, problem, np.array([0.25], np.float32))
+        return
     d = run(device, entry, problem, np.array([0.25], np.float32))
     assert_close(entry, d, problem.exact * 0.25, problem.norms * 0.25, 640)
 
 
 @EVERY_KERNEL
-def test_six_patterns_at_every_lane_by_the_identity(device: Device, entry: manifest.Entry) -> None:
-    """Each of the six index pairs stands once at every group of two blocks along K."""
-    m, k = 128, 2 * entry.tile_k
-    pairs = np.array([(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)])
-    row, group = np.indices((m, k // 4))
-    x = np.eye(k, dtype=operand_type(entry.a_type).dtype)
-    for shift in range(6):
-        chosen = pairs[(row * 5 + group + shift) % 6]
-        dense = np.zeros((m, k // 4, 4), np.float32)
-        # Distinct neighbours, exact in every type.
-        values = 1 + (row[..., None] + 3 * group[..., None] + [0, 7]) % 15
-        np.put_along_axis(dense, chosen, values.astype(np.float32), axis=2)
-        dense = dense.reshape(m, k)
-        dense[0, :4] = [448, 0, 0, 0]
-        problem = problems.Problem(
-            problems.make_packed(dense, entry.a_type, "tensor"), x, dense, dense, dense
-        )
+def test_every_pattern_at_every_lane_by_the_identity(device: Device, entry: manifest.Entry) -> None:
+    """Each of the six index pairs (of tf32 the two places of a pair) stands once at every group of
+    two blocks along K."""
+    types = OPERANDS[entry.type]
+    m, k, wide = 128, 2 * entry.tile_k, types.a.group
+    patterns = [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)] if wide == 4 else [(0,), (1,)]
+    pairs = np.array(patterns)
+    row, group = np.indices((m, k // wide))
+    x = np.eye(k, dtype=types.b.dtype)
+    for shift in range(len(pairs)):
+        chosen = pairs[(row * 5 + group + shift) % len(pairs)]
+        dense = np.zeros((m, k // wide, wide), np.float32)
+        # Distinct neighbours.
+        which = (row[..., None] + 3 * group[..., None] + [0, 7][: wide // 2]) % 15
+        np.put_along_axis(dense, chosen, problems.EXACT[which], axis=2)
+        dense = problems.anchored(dense.reshape(m, k), types.a)
+        packed = problems.make_packed(dense, entry.a_type, "tensor")
+        problem = problems.Problem(packed, x, dense, dense, dense)
         assert np.array_equal(run(device, entry, problem).astype(np.float32), dense)
 
 
@@ -118,7 +129,7 @@ def test_six_patterns_at_every_lane_by_the_identity(device: Device, entry: manif
 def test_writes_inside_its_rows_alone(device: Device, entry: manifest.Entry) -> None:
     """With a pitch that allows no vectors and a guard around D, nothing beside D is touched."""
     m, n, k = 130, 37, 260
-    problem = problems.integers(entry.a_type, m, n, k)
+    problem = problems.integers(entry.type, m, n, k)
     weight = SparseWeight.upload(device, problem.packed)
     rows = padded_rows(problem.x, weight.type)
     lines, width = (n, m) if entry.order == "nm" else (m, n)
@@ -128,7 +139,8 @@ def test_writes_inside_its_rows_alone(device: Device, entry: manifest.Entry) -> 
         x = device.upload(rows.view(np.uint8))
         out = device.alloc(total * dtype.itemsize)
         device.memset(out, 0xAB)
-        plan = weight.plan(n, entry.out_type, entry.order, entry.name)
+        types = OPERANDS[entry.type]
+        plan = weight.plan(n, entry.out_type, entry.order, entry.name, types=types)
         plan.enqueue(x, rows.shape[1], out.ptr + lead * dtype.itemsize, pitch)
         raw = device.download(out, dtype, (total,))
         body = raw[lead : lead + lines * pitch].reshape(lines, pitch)
@@ -142,7 +154,7 @@ def test_writes_inside_its_rows_alone(device: Device, entry: manifest.Entry) -> 
 
 @EVERY_KERNEL
 def test_tile_order_changes_no_bit(device: Device, entry: manifest.Entry) -> None:
-    problem = problems.normal(entry.a_type, 2100, 1100, 256)
+    problem = problems.normal(entry.type, 2100, 1100, 256)
     weight = SparseWeight.upload(device, problem.packed)
     x = device.upload(problem.x.view(np.uint8))
     dtype = OUT_DTYPES[entry.out_type]
@@ -150,7 +162,8 @@ def test_tile_order_changes_no_bit(device: Device, entry: manifest.Entry) -> Non
     for raster in (1, 3, 8, 64):
         out = device.alloc(2100 * 1100 * dtype.itemsize)
         device.memset(out, 0xFF)
-        plan = weight.plan(1100, entry.out_type, entry.order, entry.name, raster)
+        types = OPERANDS[entry.type]
+        plan = weight.plan(1100, entry.out_type, entry.order, entry.name, raster, types=types)
         plan.enqueue(x, 256, out)
         seen.add(device.download(out, np.uint8, (out.nbytes,)).tobytes())
     assert len(seen) == 1
@@ -160,14 +173,14 @@ def test_tile_order_changes_no_bit(device: Device, entry: manifest.Entry) -> Non
 def test_every_number_of_blocks_is_split(device: Device, entry: manifest.Entry) -> None:
     """From one block, which leaves parts without any, to more than two a part."""
     for blocks in range(1, 2 * entry.split + 2):
-        problem = problems.integers(entry.a_type, 130, 35, blocks * entry.tile_k - 4)
+        problem = problems.integers(entry.type, 130, 35, blocks * entry.tile_k - 4)
         want = problem.exact.astype(np.float32).astype(OUT_DTYPES[entry.out_type])
         assert np.array_equal(run(device, entry, problem), want), blocks
 
 
 @pytest.mark.parametrize(
     "entry",
-    [e for e in ENTRIES if (e.a_type, e.out_type, e.order) == ("e4m3", "bf16", "nm")],
+    [e for e in ENTRIES if (e.type, e.out_type, e.order) == ("e4m3", "bf16", "nm")],
     ids=lambda e: e.name,
 )
 @pytest.mark.parametrize("shape", [(512, 128, 8192), (2100, 1100, 1024)], ids=lambda s: str(s[0]))
@@ -176,7 +189,7 @@ def test_a_hundred_runs_give_the_same_bits(
 ) -> None:
     """With one tile a CTA and with several, of random data, whose sums depend on their order."""
     m, n, k = shape
-    problem = problems.normal(entry.a_type, m, n, k)
+    problem = problems.normal(entry.type, m, n, k)
     weight = SparseWeight.upload(device, problem.packed)
     x = device.upload(problem.x.view(np.uint8))
     plan = weight.plan(n, entry.out_type, entry.order, entry.name)
@@ -187,6 +200,59 @@ def test_a_hundred_runs_give_the_same_bits(
         plan.enqueue(x, k, out)
         seen.add(device.download(out, np.uint8, (out.nbytes,)).tobytes())
     assert len(seen) == 1
+
+
+@pytest.mark.parametrize(
+    "entry", [e for e in ENTRIES if e.accumulate == "s32"], ids=lambda e: e.name
+)
+def test_s8_is_exact_over_its_whole_range(device: Device, entry: manifest.Entry) -> None:
+    """Every code from -128 to 127, and the largest sums of a long K: |-128 * -128| * 14336 is
+    234881024, a ninth of what s32 holds."""
+    m, n, k = 140, 50, 28672
+    problem = problems.all_codes(m, n, k)
+    sums = problem.sums
+    assert sums.max() == 2**14 * (k // 2) and sums.min() == -(2**14 - 2**7) * (k // 2)
+    d = run(device, entry, problem)
+    if entry.out_type == "s32":
+        assert np.array_equal(d, sums)
+    else:
+        # One rounding to float32, a scale that is a power of two, one to the output.
+        want = sums.astype(np.float32) * np.float32(2.0**-13)
+        assert np.array_equal(d, want.astype(OUT_DTYPES[entry.out_type]))
+
+
+def test_sums_in_f16_stay_in_f16(device: Device) -> None:
+    """2048 + 1 is 2048 in f16, whichever way it is rounded: what f32 would tell apart is lost, so
+    this is the instruction that was asked for."""
+    for entry in (e for e in ENTRIES if e.type == "f16_sum16"):
+        k = 4 * entry.tile_k
+        dense = np.zeros((64, k), np.float32)
+        dense[:, 0], dense[:, k - 4] = 2048, 1
+        x = np.ones((8, k), np.float16)
+        packed = problems.make_packed(dense, "f16", "none")
+        d = run(device, entry, problems.Problem(packed, x, dense, dense, dense))
+        assert np.array_equal(d, np.full((64, 8), 2048, np.float16))
+        # A scale is applied in f32 to the sum, and rounded once more.
+        scale = np.linspace(0.5, 1.5, 8, dtype=np.float32)
+        bias = np.linspace(-3, 3, 64, dtype=np.float32)
+        d = run(device, entry, problems.Problem(packed, x, dense, dense, dense), scale, bias)
+        want = (2048.0 * scale.astype(np.float64) + bias[:, None]).astype(np.float32)
+        assert np.array_equal(d, want.astype(np.float16))
+
+
+def test_tf32_ignores_the_bits_that_it_does_not_have(device: Device) -> None:
+    """What quantizing and activations must round, for the tensor core cuts: 1 + 2^-11 is 1."""
+    entry = next(e for e in ENTRIES if e.type == "tf32" and e.out_type == "f32")
+    dense = np.zeros((64, 32), np.float32)
+    dense[:, 5] = 1
+    x = np.zeros((8, 32), np.float32)
+    x[:, 5] = np.array(
+        [1 + 2.0**-11, 1 + 2.0**-10, 1 + 2.0**-23, 2.0**-126, 3, -1 - 2.0**-11, 0, 7]
+    )
+    packed = problems.make_packed(dense, "tf32", "none")
+    d = run(device, entry, problems.Problem(packed, x, dense, dense, dense))
+    want = (x[:, 5].view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
+    assert np.array_equal(d, np.broadcast_to(want, (64, 8)))
 
 
 def test_a_wrong_index_pair_does_not_pass(device: Device) -> None:

@@ -14,7 +14,7 @@ from sp24cli.gpu.matmul import OUT_DTYPES, SparseWeight
 from sp24cli.gpu.select import candidates
 from sp24cli.kernels import manifest
 from sp24cli.kernels.manifest import RungEntry
-from sp24cli.optypes import operand_type
+from sp24cli.optypes import operands
 from sp24cli.verify.compare import Comparison
 from sp24cli.verify.gpu import multiply, padded_rows
 from sp24cli.verify.tensorcore import element_bound, frobenius_bound
@@ -110,15 +110,13 @@ def test_random_data_with_scales_and_bias(
     bias = random.standard_normal(m).astype(np.float32)
     d = run(device, rung, problem, scale_b, bias)
 
-    optype = operand_type(rung.a_type)
+    types = operands(rung.a_type)
     want = problem.exact * scale_b + bias[:, None]
     comparison = Comparison(rung.name)
-    comparison.add(
-        d.T, want, element_bound(optype, k, problem.norms * scale_b, rung.out_type, want)
-    )
+    comparison.add(d.T, want, element_bound(types, k, problem.norms * scale_b, rung.out_type, want))
     check = comparison.check()
     assert check.passed, check
-    assert check.rel_frobenius <= frobenius_bound(optype, k, rung.out_type), check
+    assert check.rel_frobenius <= frobenius_bound(types, k, rung.out_type), check
 
     assert_same_bits(device, rung, problem, d, scale_b, bias)
 
@@ -138,7 +136,7 @@ def test_six_patterns_at_every_lane_by_the_identity(device: Device, rung: RungEn
     m, k = 256, 2 * rung.tile_k
     pairs = np.array([(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)])
     row, group = np.indices((m, k // 4))
-    x = np.eye(k, dtype=operand_type(rung.a_type).dtype)
+    x = np.eye(k, dtype=operands(rung.a_type).b.dtype)
     for turn in range(6):
         chosen = pairs[(row + group + turn) % 6]
         dense = np.zeros((m, k), np.float32)

@@ -10,7 +10,9 @@ import pytest
 from sp24cli.errors import Sp24Error
 from sp24cli.gpu.arrays import DeviceArray
 from sp24cli.gpu.device import Device
-from sp24cli.gpu.matmul import SparseWeight, matmul
+from sp24cli.gpu.matmul import OUT_DTYPES, SparseWeight, matmul
+from sp24cli.gpu.select import outputs
+from sp24cli.optypes import OPERANDS, operand_type
 from tests.gpu import problems
 
 M, N, K = 200, 50, 388
@@ -73,6 +75,44 @@ def test_strided_input_and_output(weight: SparseWeight, problem: problems.Proble
     matmul(weight, wide[:, 12 : 12 + K], out=out[:, 2 : 2 + M])
     assert np.array_equal(out[:, 2 : 2 + M].cpu().numpy(), problem.exact.T)
     assert (out[:, :2] == -7).all() and (out[:, 2 + M :] == -7).all()
+
+
+def on_device(device: Device, array: problems.Array) -> DeviceArray:
+    there = DeviceArray(device, array.shape, array.dtype)
+    with device.upload(array.view(np.uint8)) as sent:
+        device.copy_d2d(there.buffer.ptr, sent.ptr, array.nbytes)
+        device.synchronize()
+    return there
+
+
+@pytest.mark.parametrize("types", list(OPERANDS))
+def test_the_types_follow_from_weight_and_x(device: Device, types: str) -> None:
+    """x says its own type; the output may be any that the kernels have."""
+    operands = OPERANDS[types]
+    problem = problems.integers(types, 130, 40, 264)
+    weight = SparseWeight.upload(device, problem.packed)
+    x = on_device(device, problem.x)
+    accumulate = "f16" if operands.accumulate == "f16" else None
+    d = matmul(weight, x, accumulate=accumulate)
+    assert d.dtype == OUT_DTYPES["f16" if accumulate else "bf16"]
+    assert np.array_equal(d.numpy(), problem.exact.T.astype(np.float32).astype(d.dtype))
+    for out in outputs(types):
+        d = DeviceArray(device, (130, 40), OUT_DTYPES[out])
+        matmul(weight, x, out=d, order="mn", accumulate=accumulate)
+        want = problem.sums if out == "s32" else problem.exact
+        assert np.array_equal(d.numpy(), want.astype(np.float32).astype(d.dtype))
+
+
+def test_faults_of_types_are_named(device: Device) -> None:
+    s8 = SparseWeight.upload(device, problems.integers("s8", M, N, K).packed)
+    x = DeviceArray(device, (N, K), np.int8)
+    with pytest.raises(Sp24Error, match="s32 are plain sums"):
+        matmul(s8, x, out_dtype="s32", bias=DeviceArray(device, (M,), np.float32))
+    tf32 = SparseWeight.upload(device, problems.integers("tf32", M, N, K).packed)
+    with pytest.raises(Sp24Error, match=r"no kernel multiplies tf32 into f16 nm \(only into f32"):
+        matmul(tf32, DeviceArray(device, (N, K), np.float32), out_dtype="f16")
+    with pytest.raises(Sp24Error, match="x is float8_e5m2, the weight is int8"):
+        matmul(s8, DeviceArray(device, (N, K), operand_type("e5m2").dtype))
 
 
 def test_faults_are_named(weight: SparseWeight, device: Device) -> None:

@@ -7,17 +7,19 @@ import pytest
 
 from sp24cli.gpu.device import Device
 from sp24cli.gpu.matmul import SparseWeight
-from sp24cli.sparsity import prune_24
+from sp24cli.optypes import OPERAND_TYPES
+from sp24cli.pruning.pattern import pattern_of, prune_magnitude
 from tests.gpu import problems
 
 
-@pytest.mark.parametrize("type_name", ["e4m3", "f16", "bf16"])
+@pytest.mark.parametrize("type_name", list(OPERAND_TYPES))
 @pytest.mark.parametrize(
-    "shape", [(64, 128), (1, 4), (65, 132), (1000, 4092), (200, 1028), (127, 60)]
+    "shape", [(64, 128), (1, 4), (65, 132), (1000, 4092), (200, 1028), (127, 60), (70, 36)]
 )
 def test_image_equals_numpys(device: Device, type_name: str, shape: tuple[int, int]) -> None:
     random = np.random.default_rng(shape)
-    dense = prune_24(random.standard_normal(shape).astype(np.float32))
+    values = random.standard_normal(shape).astype(np.float32)
+    dense = prune_magnitude(values, pattern_of(OPERAND_TYPES[type_name]))
     row = problems.make_packed(dense, type_name, "tensor", "row")
     want = row.to_layout("sm90").blocks
     assert want is not None

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from sp24cli.gpu.device import Device
-from sp24cli.sparsity import prune_24
+from sp24cli.kernels.manifest import load
+from sp24cli.optypes import OPERAND_TYPES
+from sp24cli.pruning.pattern import pattern_of, prune_magnitude
 from sp24cli.verify import cpu
 from sp24cli.verify.gpu import verify_matrix
 from tests.gpu import problems
@@ -16,18 +18,26 @@ from tests.gpu import problems
 
 def packed(type_name: str, scale: str, layout: str) -> problems.PackedMatrix:
     random = np.random.default_rng(5)
-    dense = prune_24(random.standard_normal((200, 420), np.float32))
+    values = random.standard_normal((200, 420), np.float32)
+    dense = prune_magnitude(values, pattern_of(OPERAND_TYPES[type_name]))
     return problems.make_packed(dense, type_name, scale, layout)
 
 
 @pytest.mark.parametrize("layout", ["row", "sm90"])
 @pytest.mark.parametrize(
     ("type_name", "scale"),
-    [("e4m3", "tensor"), ("e4m3", "vector"), ("f16", "none"), ("bf16", "none")],
+    [
+        (name, scale)
+        for name, optype in OPERAND_TYPES.items()
+        for scale in (("tensor", "vector") if optype.scaled else ("none",))
+    ],
 )
 def test_right_matrices_pass(device: Device, type_name: str, scale: str, layout: str) -> None:
     result = verify_matrix(packed(type_name, scale, layout), 1)
     assert result.passed, result
+    # By every kernel whose A is of this type.
+    ran = {check.name for check in result.checks}
+    assert ran == {"identity"} | {e.name for e in load().entries if e.a_type == type_name}
     assert cpu.verify_matrix(packed(type_name, scale, layout), 1).passed
 
 

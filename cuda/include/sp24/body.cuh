@@ -100,7 +100,7 @@ __device__ __forceinline__ void consume(const GemmArgs& args, uint32_t shared, u
   using Operand = typename Config::Operand;
   using Mma = ptx::WgmmaSp<Operand, Config::kTileN>;
   const StageReader<Config> stages(shared, m_rank, part, warpgroup);
-  float acc[Config::kTileN / 2];
+  typename Config::Accumulators acc;
   Ring<Config::kStages> ring;
   Schedule<Config> schedule(args);
   const KShare<Config> share(args, part);

@@ -1,6 +1,7 @@
 // One kernel of the family: every number that its shape follows from, and its shared memory.
 #pragma once
 #include <cstdint>
+#include <type_traits>
 
 #include "sp24/accumulate.cuh"
 #include "sp24/operand.cuh"
@@ -51,6 +52,9 @@ struct GemmConfig {
   static constexpr int kClusterCtas = kCluster * kSplit;
   using Accumulate = Accumulate_;
 
+  // What a consumer thread sums in: 64 rows by the tile's columns over 128 threads.
+  using Accumulators = typename Operand::Register[kTileN / 2 / Operand::kPerRegister];
+
   static constexpr int kTileM = kConsumers * kBlockRows;
   static constexpr int kTileK = kRowBytesB / Operand::kItemBytes;  // logical K of a stage
   static constexpr int kThreads = (kConsumers + 1) * 128;          // the last warpgroup produces
@@ -62,7 +66,7 @@ struct GemmConfig {
   static constexpr bool kDeferred = sizeof(typename Out::Item) == 2 && kTileN >= 128 &&
                                     kSplit == 1 && Accumulate::kSteps == 0;
   static constexpr int kStoredN = kTileN / kSplit;  // columns of a tile that one part sums and stores
-  using StoredSums = float[kStoredN / 2];
+  using StoredSums = typename Operand::Register[kStoredN / 2 / Operand::kPerRegister];
   // Arrivals that free a stage: of the consumers of this CTA and of the others that B is shared with.
   static constexpr int kReleases = kConsumers * kCluster;
   // Arrivals that free a slot of the exchange: of a warpgroup's warps in the other parts.
@@ -87,6 +91,8 @@ struct GemmConfig {
   static_assert(kConsumers == 2, "232 registers a consumer thread and 40 a producer's fill the SM");
   static_assert(kTileN % 8 == 0 && kTileN <= 256, "what wgmma multiplies");
   static_assert(kStoredN == 8 || kStoredN % 16 == 0, "an epilogue chunk is 16 columns wide");
+  static_assert(kSplit == 1 || std::is_same_v<typename Operand::Register, float>,
+                "parts of K exchange sums in f32");
   static_assert(kTileN % kSplit == 0 && kStoredN % 8 == 0, "a message is four sums a thread");
   static_assert(kCluster == 1 || kBoxRowsB % 8 == 0, "a share of B is whole swizzle atoms");
   static_assert(kBlockBytes % 512 == 0, "a 64-byte swizzle atom is 512 bytes");

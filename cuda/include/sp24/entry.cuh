@@ -26,6 +26,12 @@
 #define SP24_FAMILY_e4m3 1
 #define SP24_FAMILY_f16 2
 #define SP24_FAMILY_bf16 3
+#define SP24_FAMILY_e5m2 4
+#define SP24_FAMILY_e4m3_e5m2 5
+#define SP24_FAMILY_e5m2_e4m3 6
+#define SP24_FAMILY_s8 7
+#define SP24_FAMILY_tf32 8
+#define SP24_FAMILY_f16_sum16 9
 #define SP24_FAMILY_e4m3_precise 101
 #define SP24_FAMILY_e4m3_blocks 102
 

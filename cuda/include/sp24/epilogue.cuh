@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "sp24/args.cuh"
 #include "sp24/config.cuh"
@@ -32,13 +33,18 @@ struct out_bf16 {
 struct out_f32 {
   using Item = float;
 };
+// The sums of integers themselves: no scale and no bias touches them.
+struct out_s32 {
+  using Item = int32_t;
+};
 
 // Scales and bias of a tile, in shared memory: of its columns a scale each, then of the warpgroup's
 // rows a scale and a bias each. Each warpgroup brings its own copy while it multiplies, by
 // asynchronous copies, for a load would hold up the warp's next wgmma; two of them in turn.
 //
-// value = (accumulator * scale_a[row]) * scale_b[col] + bias[row], in f32. Lane l of a warp holds
-// rows r and r + 8 (r = l / 4) and, of every eight columns, 2q and 2q + 1 (q = l % 4).
+// value = (accumulator * scale_a[row]) * scale_b[col] + bias[row], in f32 (an s32 accumulator is rounded
+// to it first). Lane l of a warp holds rows r and r + 8 (r = l / 4) and, of every eight columns, 2q
+// and 2q + 1 (q = l % 4).
 //
 // Order. A thread brings its share at the start of a tile and every thread of the warpgroup reads
 // all of it at the end, behind `publish`: the wait for its own copies, then a barrier of the
@@ -99,8 +105,9 @@ struct TileScales {
     return ptx::load_shared<float2>(slots + slot + 4 * col);
   }
   // `h`: this lane's upper or lower row.
-  __device__ __forceinline__ float apply(float acc, int h, float col) const {
-    return fmaf(acc * row_scale[h], col, row_bias[h]);
+  template <class Sum>
+  __device__ __forceinline__ float apply(Sum acc, int h, float col) const {
+    return fmaf(static_cast<float>(acc) * row_scale[h], col, row_bias[h]);
   }
 };
 
@@ -135,6 +142,7 @@ struct Store16 {
                                        const GemmArgs& args, TileScales<Config>& scales, int m0,
                                        int n0) {
     const int t = threadIdx.x % 128, lane = t % 32, r = lane >> 2, q = lane & 3;
+    [[maybe_unused]] const bool scaled = args.scale_a || args.scale_b || args.bias;
     if constexpr (kEmptyGroup) words[1] = words[3] = 0;
     scales.publish();
 #pragma unroll
@@ -144,8 +152,19 @@ struct Store16 {
       for (int h = 0; h < 2; ++h) {
         const int c = j / kChunksN * (2 / kChunksH) + h / kChunksH;
         const int i = j % kChunksN + kChunksN * (h % kChunksH);
-        words[4 * c + i] = Out::pack(scales.apply(acc[4 * j + 2 * h], h, col.x),
-                                     scales.apply(acc[4 * j + 2 * h + 1], h, col.y));
+        if constexpr (Config::Operand::kPerRegister == 2) {
+          // Sums in f16 are stored as they are, unless something is to be applied to them.
+          const uint32_t sums = acc[2 * j + h];
+          words[4 * c + i] = sums;
+          if (scaled) {
+            const float2 wide = __half22float2(reinterpret_cast<const __half2&>(sums));
+            words[4 * c + i] =
+                Out::pack(scales.apply(wide.x, h, col.x), scales.apply(wide.y, h, col.y));
+          }
+        } else {
+          words[4 * c + i] = Out::pack(scales.apply(acc[4 * j + 2 * h], h, col.x),
+                                       scales.apply(acc[4 * j + 2 * h + 1], h, col.y));
+        }
       }
     }
     // This lane's sixteen bytes of chunk 0: eight rows of one column, or eight columns of one row.
@@ -224,7 +243,9 @@ __device__ __forceinline__ void store_32bit(const typename Config::StoredSums& a
                                             TileScales<Config>& scales, int m0, int n0) {
   const int lane = threadIdx.x % 32, r = lane >> 2, q = lane & 3;
   const int row0 = m0 + threadIdx.x % 128 / 32 * 16;
-  float* d = reinterpret_cast<float*>(args.d);
+  using Item = typename Config::Out::Item;
+  using Pair = std::conditional_t<std::is_same_v<Item, float>, float2, int2>;
+  Item* d = reinterpret_cast<Item*>(args.d);
   scales.publish();
 #pragma unroll
   for (int j = 0; j < Config::kStoredN / 8; ++j) {
@@ -233,16 +254,20 @@ __device__ __forceinline__ void store_32bit(const typename Config::StoredSums& a
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = row0 + r + 8 * h;
-      const float2 v = {scales.apply(acc[4 * j + 2 * h], h, scale.x),
-                        scales.apply(acc[4 * j + 2 * h + 1], h, scale.y)};
+      Pair v;
+      if constexpr (std::is_same_v<Item, float>)
+        v = {scales.apply(acc[4 * j + 2 * h], h, scale.x),
+             scales.apply(acc[4 * j + 2 * h + 1], h, scale.y)};
+      else
+        v = {acc[4 * j + 2 * h], acc[4 * j + 2 * h + 1]};
       if (row >= args.m) continue;
       if constexpr (Config::kOrder == Order::nm) {
         if (col < args.n) d[col * args.ldd + row] = v.x;
         if (col + 1 < args.n) d[(col + 1) * args.ldd + row] = v.y;
       } else {
-        float* at = d + row * args.ldd + col;
+        Item* at = d + row * args.ldd + col;
         if (args.vector_store && col + 1 < args.n) {
-          *reinterpret_cast<float2*>(at) = v;
+          *reinterpret_cast<Pair*>(at) = v;
         } else {
           if (col < args.n) at[0] = v.x;
           if (col + 1 < args.n) at[1] = v.y;

@@ -1,5 +1,5 @@
 // wgmma.mma_async.sp: PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions", sparse form.
-// Both operands by shared-memory descriptor, f32 accumulation.
+// Both operands by shared-memory descriptor.
 #pragma once
 #include <cstdint>
 
@@ -26,7 +26,8 @@ __device__ __forceinline__ uint64_t descriptor(uint32_t shared_addr) {
   return fixed | ((shared_addr & 0x3ffff) >> 4);
 }
 
-// Operand strings of the instruction, eight accumulator registers a macro.
+// Operand strings of the instruction for 4 to 128 accumulator registers, and their constraints: `C`
+// is "+f" for f32, "+r" for s32 and for pairs of f16.
 // clang-format off
 #define SP24_REGS_0 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define SP24_REGS_1 "%8, %9, %10, %11, %12, %13, %14, %15"
@@ -44,58 +45,70 @@ __device__ __forceinline__ uint64_t descriptor(uint32_t shared_addr) {
 #define SP24_REGS_13 "%104, %105, %106, %107, %108, %109, %110, %111"
 #define SP24_REGS_14 "%112, %113, %114, %115, %116, %117, %118, %119"
 #define SP24_REGS_15 "%120, %121, %122, %123, %124, %125, %126, %127"
-#define SP24_ACC8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), \
-                     "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
-#define SP24_N8_REGS "%0, %1, %2, %3"
-#define SP24_N8_ACC "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-#define SP24_N16_REGS SP24_REGS_0
-#define SP24_N16_ACC SP24_ACC8(0)
-#define SP24_N32_REGS SP24_REGS_0 ", " SP24_REGS_1
-#define SP24_N32_ACC SP24_ACC8(0), SP24_ACC8(8)
-#define SP24_N64_REGS SP24_REGS_0 ", " SP24_REGS_1 ", " SP24_REGS_2 ", " SP24_REGS_3
-#define SP24_N64_ACC SP24_ACC8(0), SP24_ACC8(8), SP24_ACC8(16), SP24_ACC8(24)
-#define SP24_N96_REGS SP24_REGS_0 ", " SP24_REGS_1 ", " SP24_REGS_2 ", " SP24_REGS_3 ", " SP24_REGS_4 ", " SP24_REGS_5
-#define SP24_N96_ACC SP24_ACC8(0), SP24_ACC8(8), SP24_ACC8(16), SP24_ACC8(24), SP24_ACC8(32), SP24_ACC8(40)
-#define SP24_N128_REGS SP24_REGS_0 ", " SP24_REGS_1 ", " SP24_REGS_2 ", " SP24_REGS_3 ", " SP24_REGS_4 ", " SP24_REGS_5 ", " SP24_REGS_6 ", " SP24_REGS_7
-#define SP24_N128_ACC SP24_ACC8(0), SP24_ACC8(8), SP24_ACC8(16), SP24_ACC8(24), SP24_ACC8(32), SP24_ACC8(40), SP24_ACC8(48), SP24_ACC8(56)
-#define SP24_N192_REGS SP24_N96_REGS ", " SP24_REGS_6 ", " SP24_REGS_7 ", " SP24_REGS_8 ", " SP24_REGS_9 ", " SP24_REGS_10 ", " SP24_REGS_11
-#define SP24_N192_ACC SP24_N96_ACC, SP24_ACC8(48), SP24_ACC8(56), SP24_ACC8(64), SP24_ACC8(72), SP24_ACC8(80), SP24_ACC8(88)
-#define SP24_N256_REGS SP24_REGS_0 ", " SP24_REGS_1 ", " SP24_REGS_2 ", " SP24_REGS_3 ", " SP24_REGS_4 ", " SP24_REGS_5 ", " SP24_REGS_6 ", " SP24_REGS_7 ", " SP24_REGS_8 ", " SP24_REGS_9 ", " SP24_REGS_10 ", " SP24_REGS_11 ", " SP24_REGS_12 ", " SP24_REGS_13 ", " SP24_REGS_14 ", " SP24_REGS_15
-#define SP24_N256_ACC SP24_ACC8(0), SP24_ACC8(8), SP24_ACC8(16), SP24_ACC8(24), SP24_ACC8(32), SP24_ACC8(40), SP24_ACC8(48), SP24_ACC8(56), SP24_ACC8(64), SP24_ACC8(72), SP24_ACC8(80), SP24_ACC8(88), SP24_ACC8(96), SP24_ACC8(104), SP24_ACC8(112), SP24_ACC8(120)
+#define SP24_ACC4(C, i) C(d[i]), C(d[i + 1]), C(d[i + 2]), C(d[i + 3])
+#define SP24_ACC8(C, i) SP24_ACC4(C, i), SP24_ACC4(C, i + 4)
+#define SP24_R4_REGS "%0, %1, %2, %3"
+#define SP24_R4_ACC(C) SP24_ACC4(C, 0)
+#define SP24_R8_REGS SP24_REGS_0
+#define SP24_R8_ACC(C) SP24_ACC8(C, 0)
+#define SP24_R16_REGS SP24_REGS_0 ", " SP24_REGS_1
+#define SP24_R16_ACC(C) SP24_ACC8(C, 0), SP24_ACC8(C, 8)
+#define SP24_R32_REGS SP24_REGS_0 ", " SP24_REGS_1 ", " SP24_REGS_2 ", " SP24_REGS_3
+#define SP24_R32_ACC(C) SP24_ACC8(C, 0), SP24_ACC8(C, 8), SP24_ACC8(C, 16), SP24_ACC8(C, 24)
+#define SP24_R48_REGS SP24_R32_REGS ", " SP24_REGS_4 ", " SP24_REGS_5
+#define SP24_R48_ACC(C) SP24_R32_ACC(C), SP24_ACC8(C, 32), SP24_ACC8(C, 40)
+#define SP24_R64_REGS SP24_REGS_0 ", " SP24_REGS_1 ", " SP24_REGS_2 ", " SP24_REGS_3 ", " SP24_REGS_4 ", " SP24_REGS_5 ", " SP24_REGS_6 ", " SP24_REGS_7
+#define SP24_R64_ACC(C) SP24_ACC8(C, 0), SP24_ACC8(C, 8), SP24_ACC8(C, 16), SP24_ACC8(C, 24), SP24_ACC8(C, 32), SP24_ACC8(C, 40), SP24_ACC8(C, 48), SP24_ACC8(C, 56)
+#define SP24_R96_REGS SP24_R64_REGS ", " SP24_REGS_8 ", " SP24_REGS_9 ", " SP24_REGS_10 ", " SP24_REGS_11
+#define SP24_R96_ACC(C) SP24_R64_ACC(C), SP24_ACC8(C, 64), SP24_ACC8(C, 72), SP24_ACC8(C, 80), SP24_ACC8(C, 88)
+#define SP24_R128_REGS SP24_REGS_0 ", " SP24_REGS_1 ", " SP24_REGS_2 ", " SP24_REGS_3 ", " SP24_REGS_4 ", " SP24_REGS_5 ", " SP24_REGS_6 ", " SP24_REGS_7 ", " SP24_REGS_8 ", " SP24_REGS_9 ", " SP24_REGS_10 ", " SP24_REGS_11 ", " SP24_REGS_12 ", " SP24_REGS_13 ", " SP24_REGS_14 ", " SP24_REGS_15
+#define SP24_R128_ACC(C) SP24_ACC8(C, 0), SP24_ACC8(C, 8), SP24_ACC8(C, 16), SP24_ACC8(C, 24), SP24_ACC8(C, 32), SP24_ACC8(C, 40), SP24_ACC8(C, 48), SP24_ACC8(C, 56), SP24_ACC8(C, 64), SP24_ACC8(C, 72), SP24_ACC8(C, 80), SP24_ACC8(C, 88), SP24_ACC8(C, 96), SP24_ACC8(C, 104), SP24_ACC8(C, 112), SP24_ACC8(C, 120)
 // clang-format on
 
-// d[64 x N] (+)= a[64 x K] * b[N x K]^T, K one step of the type. `accumulate` 0 overwrites d.
-// `Sel` is the sparsity selector, which must be an immediate.
+// d[64 x N] (+)= a[64 x K] * b[N x K]^T, K one step of the type, in the accumulators that the type
+// has. `accumulate` 0 overwrites d. `Sel` is the sparsity selector, which must be an immediate.
 template <class Operand, int N>
 struct WgmmaSp;
 
-#define SP24_DEFINE_WGMMA_SP(OPERAND, N, TYPES, TAIL, A, B, META, ACC, SEL)                        \
+// R registers of type REG hold an N of the accumulators; the operands after them have the numbers A
+// to SEL. TAIL is what follows the predicate: the signs of A and B and the transposes, as far as a
+// type has them.
+#define SP24_DEFINE_WGMMA_SP(OPERAND, N, TYPES, TAIL, REG, C, R, A, B, META, ACC, SEL)             \
   template <>                                                                                      \
   struct WgmmaSp<OPERAND, N> {                                                                     \
     template <int Sel>                                                                             \
-    static __device__ __forceinline__ void issue(float (&d)[N / 2], uint64_t a, uint64_t b,        \
+    static __device__ __forceinline__ void issue(REG (&d)[R], uint64_t a, uint64_t b,              \
                                                  uint32_t meta, uint32_t accumulate) {             \
       asm volatile(                                                                                \
           "{\n"                                                                                    \
           ".reg .pred p;\n"                                                                        \
           "setp.ne.b32 p, %" #ACC ", 0;\n"                                                         \
-          "wgmma.mma_async.sp.sync.aligned.m64n" #N TYPES " {" SP24_N##N##_REGS "}, %" #A ", %" #B \
-          ", %" #META ", %" #SEL ", p, 1, 1" TAIL ";\n"                                            \
+          "wgmma.mma_async.sp.sync.aligned.m64n" #N TYPES " {" SP24_R##R##_REGS "}, %" #A ", %" #B \
+          ", %" #META ", %" #SEL ", p" TAIL ";\n"                                                  \
           "}\n"                                                                                    \
-          : SP24_N##N##_ACC                                                                        \
+          : SP24_R##R##_ACC(C)                                                                     \
           : "l"(a), "l"(b), "r"(meta), "r"(accumulate), "n"(Sel));                                 \
     }                                                                                              \
   };
 
-#define SP24_DEFINE_WGMMA_SP_ALL_N(OPERAND, TYPES, TAIL)                      \
-  SP24_DEFINE_WGMMA_SP(OPERAND, 8, TYPES, TAIL, 4, 5, 6, 7, 8)                \
-  SP24_DEFINE_WGMMA_SP(OPERAND, 16, TYPES, TAIL, 8, 9, 10, 11, 12)            \
-  SP24_DEFINE_WGMMA_SP(OPERAND, 32, TYPES, TAIL, 16, 17, 18, 19, 20)          \
-  SP24_DEFINE_WGMMA_SP(OPERAND, 64, TYPES, TAIL, 32, 33, 34, 35, 36)          \
-  SP24_DEFINE_WGMMA_SP(OPERAND, 96, TYPES, TAIL, 48, 49, 50, 51, 52)          \
-  SP24_DEFINE_WGMMA_SP(OPERAND, 128, TYPES, TAIL, 64, 65, 66, 67, 68)         \
-  SP24_DEFINE_WGMMA_SP(OPERAND, 192, TYPES, TAIL, 96, 97, 98, 99, 100)        \
-  SP24_DEFINE_WGMMA_SP(OPERAND, 256, TYPES, TAIL, 128, 129, 130, 131, 132)
+// The tile widths that kernels have, with an accumulator a register.
+#define SP24_DEFINE_WGMMA_SP_ALL_N(OPERAND, TYPES, TAIL, REG, C)                     \
+  SP24_DEFINE_WGMMA_SP(OPERAND, 8, TYPES, TAIL, REG, C, 4, 4, 5, 6, 7, 8)            \
+  SP24_DEFINE_WGMMA_SP(OPERAND, 16, TYPES, TAIL, REG, C, 8, 8, 9, 10, 11, 12)        \
+  SP24_DEFINE_WGMMA_SP(OPERAND, 32, TYPES, TAIL, REG, C, 16, 16, 17, 18, 19, 20)     \
+  SP24_DEFINE_WGMMA_SP(OPERAND, 64, TYPES, TAIL, REG, C, 32, 32, 33, 34, 35, 36)     \
+  SP24_DEFINE_WGMMA_SP(OPERAND, 96, TYPES, TAIL, REG, C, 48, 48, 49, 50, 51, 52)     \
+  SP24_DEFINE_WGMMA_SP(OPERAND, 128, TYPES, TAIL, REG, C, 64, 64, 65, 66, 67, 68)    \
+  SP24_DEFINE_WGMMA_SP(OPERAND, 192, TYPES, TAIL, REG, C, 96, 96, 97, 98, 99, 100)   \
+  SP24_DEFINE_WGMMA_SP(OPERAND, 256, TYPES, TAIL, REG, C, 128, 128, 129, 130, 131, 132)
+
+// The same with two accumulators a register.
+#define SP24_DEFINE_WGMMA_SP_ALL_N_PAIRS(OPERAND, TYPES, TAIL)                              \
+  SP24_DEFINE_WGMMA_SP(OPERAND, 16, TYPES, TAIL, uint32_t, "+r", 4, 4, 5, 6, 7, 8)          \
+  SP24_DEFINE_WGMMA_SP(OPERAND, 32, TYPES, TAIL, uint32_t, "+r", 8, 8, 9, 10, 11, 12)       \
+  SP24_DEFINE_WGMMA_SP(OPERAND, 64, TYPES, TAIL, uint32_t, "+r", 16, 16, 17, 18, 19, 20)    \
+  SP24_DEFINE_WGMMA_SP(OPERAND, 128, TYPES, TAIL, uint32_t, "+r", 32, 32, 33, 34, 35, 36)   \
+  SP24_DEFINE_WGMMA_SP(OPERAND, 256, TYPES, TAIL, uint32_t, "+r", 64, 64, 65, 66, 67, 68)
 
 // The same with A in registers, for N 256.
 template <class Operand>
@@ -111,10 +124,10 @@ struct WgmmaSpRegisters;
           "{\n"                                                                                    \
           ".reg .pred p;\n"                                                                        \
           "setp.ne.b32 p, %134, 0;\n"                                                              \
-          "wgmma.mma_async.sp.sync.aligned.m64n256" TYPES " {" SP24_N256_REGS "},"                 \
-          " {%128, %129, %130, %131}, %132, %133, %135, p, 1, 1" TAIL ";\n"                        \
+          "wgmma.mma_async.sp.sync.aligned.m64n256" TYPES " {" SP24_R128_REGS "},"                 \
+          " {%128, %129, %130, %131}, %132, %133, %135, p" TAIL ";\n"                        \
           "}\n"                                                                                    \
-          : SP24_N256_ACC                                                                          \
+          : SP24_R128_ACC("+f")                                                                          \
           : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(meta), "r"(accumulate),        \
             "n"(Sel));                                                                             \
     }                                                                                              \

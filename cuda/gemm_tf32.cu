@@ -1,0 +1,6 @@
+// The tf32 family: rows of kernels.def.
+#include "sp24/entry.cuh"
+#define SP24_ONLY SP24_FAMILY_tf32
+#define SP24_GEMM SP24_DEFINE_GEMM
+#define SP24_PACK SP24_DEFINE_PACK
+#include "kernels.def"
