@@ -63,7 +63,7 @@ def main() -> None:
     output.mkdir(parents=True, exist_ok=True)
     nvcc = shutil.which("nvcc") or sys.exit("make kernels needs nvcc (CUDA 13) on the PATH")
     with tempfile.TemporaryDirectory() as scratch:
-        sources = sorted([*ROOT.glob("gemm_*.cu"), *ROOT.glob("ladder_*.cu")])
+        sources = sorted(s for s in ROOT.glob("*.cu") if s.name != "manifest.cu")
         fatbins = [Path(scratch) / f"{s.stem}.fatbin" for s in sources]
         with ThreadPoolExecutor(jobs) as pool:
             logs = list(

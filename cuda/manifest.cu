@@ -79,6 +79,21 @@ void rung(const char* name, const char* operand, const char* out, const char* ki
   separator = ",\n";
 }
 
+// `source` is the type of what is converted, or its bits where only the size matters.
+void conversion(const char* name, const char* kind, const char* operand, const char* source,
+                int smem_bytes, const char* args) {
+  std::printf(
+      "%s{\"name\": \"%s\", \"kind\": \"%s\", \"fatbin\": \"quantize\", \"a_type\": \"%s\", "
+      "\"source\": \"%s\", \"threads\": %d, \"smem_bytes\": %d, \"args\": \"%s\"}",
+      separator, name, kind, operand, source, sp24::kConvertThreads, smem_bytes, args);
+  separator = ",\n";
+}
+
+// A parameter struct that no tensor map comes before.
+void begin_args(const char* name, size_t bytes) {
+  std::printf("]},\n\"%s\": {\"tensor_map_bytes\": 0, \"bytes\": %zu, \"fields\": [", name, bytes);
+}
+
 }  // namespace
 
 #define SP24_STRING_(x) #x
@@ -110,6 +125,21 @@ int main() {
                         changed)>(SP24_STRING(SP24_RUNG_NAME(operand, out, kind, number, name, )),   \
                                   #operand, #out, #kind, number, #name, #source, #meta, #full,       \
                                   #release, #store, changed);
+#define SP24_PRUNE(source) \
+  conversion(SP24_STRING(SP24_PRUNE_NAME(source)), "prune", "", #source, 0, "convert");
+#define SP24_AMAX(source) \
+  conversion(SP24_STRING(SP24_AMAX_NAME(source)), "amax", "", #source, 0, "convert");
+#define SP24_SCALES(operand) \
+  conversion(SP24_STRING(SP24_SCALES_NAME(operand)), "scales", #operand, "", 0, "scales");
+#define SP24_QUANTIZE(operand, source)                                                          \
+  conversion(SP24_STRING(SP24_QUANTIZE_NAME(operand, source)), "quantize", #operand, #source, 0, \
+             "convert");
+#define SP24_TOKENS(operand, source)                                                           \
+  conversion(SP24_STRING(SP24_TOKENS_NAME(operand, source)), "tokens", #operand, #source, 0,   \
+             "tokens");
+#define SP24_GATHER(bits)                                                                   \
+  conversion(SP24_STRING(SP24_GATHER_NAME(bits)), "gather", "", #bits, sp24::kGatherBytes, \
+             "gather");
 #include "kernels.def"
   const char* comma = "";
   std::printf("\n],\n\"args\": {\n\"gemm\": {\"tensor_map_bytes\": %zu, \"bytes\": %zu, \"fields\": [",
@@ -148,6 +178,22 @@ int main() {
   std::printf("%s[\"%s\", \"%s\", %zu]", comma, #name, #type, offsetof(sp24::RungArgs, name)); \
   comma = ", ";
   SP24_RUNG_ARGS(X)
+#undef X
+#define X(type, name)                                                                     \
+  std::printf("%s[\"%s\", \"%s\", %zu]", comma, #name, #type, offsetof(Struct, name)); \
+  comma = ", ";
+#define SP24_ARGS(name, Type, FIELDS) \
+  {                                   \
+    using Struct = sp24::Type;        \
+    begin_args(name, sizeof(Struct)); \
+    comma = "";                       \
+    FIELDS(X)                         \
+  }
+  SP24_ARGS("convert", ConvertArgs, SP24_CONVERT_ARGS)
+  SP24_ARGS("band_counts", BandCounts, SP24_BAND_COUNTS)
+  SP24_ARGS("scales", ScalesArgs, SP24_SCALES_ARGS)
+  SP24_ARGS("tokens", TokensArgs, SP24_TOKENS_ARGS)
+  SP24_ARGS("gather", GatherArgs, SP24_GATHER_ARGS)
 #undef X
   std::printf("]}\n}}\n");
 }

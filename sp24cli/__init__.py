@@ -1,14 +1,15 @@
 """sp24: 2:4 sparse weights in FP8 and 16-bit types for Hopper GPUs.
 
-`load`, `unpack`, `upload` and `matmul` are the Python API; the commands are in `sp24cli.cli`.
+`load`, `unpack`, `upload`, `quantize_tokens` and `matmul` are the Python API; the commands are in
+`sp24cli.cli`.
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sp24cli.api import load, matmul, unpack, upload
+    from sp24cli.api import load, matmul, quantize_tokens, unpack, upload
 
-__all__ = ["load", "matmul", "unpack", "upload"]
+__all__ = ["load", "matmul", "quantize_tokens", "unpack", "upload"]
 __version__ = "0.1.0"
 
 

@@ -14,6 +14,7 @@ from sp24cli.errors import BadInputError, Sp24Error
 from sp24cli.packed import PackedMatrix
 
 if TYPE_CHECKING:
+    from sp24cli.gpu.arrays import DeviceArray
     from sp24cli.gpu.matmul import SparseWeight
 
 _DTYPES: dict[str, npt.DTypeLike] = {
@@ -62,11 +63,8 @@ def upload(packed: PackedMatrix, device: int = 0) -> SparseWeight:
 
     Raises:
         NoGpuError: no usable Hopper GPU.
-        Sp24Error: scales that no kernel applies (small blocks), permuted or smoothed columns.
+        Sp24Error: scales that no kernel applies (small blocks), or smoothed columns.
     """
-    if packed.perm is not None:
-        # The kernels take the columns as they lie; those of an activation would have to follow.
-        raise Sp24Error("a weight with permuted columns cannot be multiplied yet")
     if packed.smooth is not None:
         # Or the product would be silently that of other activations.
         raise Sp24Error(
@@ -84,3 +82,15 @@ def matmul(weight: SparseWeight, x: Any, **options: Any) -> Any:
     from sp24cli.gpu.matmul import matmul as product
 
     return product(weight, x, **options)
+
+
+def quantize_tokens(x: Any, *, device: int = 0, **options: Any) -> tuple[DeviceArray, DeviceArray]:
+    """Activations in FP8 with a scale a row, for `matmul`: see `gpu.activations.quantize_tokens`.
+
+    Raises:
+        NoGpuError: no usable Hopper GPU.
+    """
+    from sp24cli.gpu.activations import quantize_tokens as quantize
+    from sp24cli.gpu.device import Device
+
+    return quantize(Device.open(device), x, **options)

@@ -28,13 +28,22 @@ from sp24cli.pruning import permute
 from sp24cli.pruning.pattern import TWO_OF_FOUR, Pattern, find_crowded, pattern_of, violation
 from sp24cli.rowblocks import pieces, run, tiles
 from sp24cli.scaling import ScaleSpec
-from sp24cli.sparsity import GROUP, check_matrix, find_nonfinite, find_violation, keep_indices
+from sp24cli.sparsity import (
+    GROUP,
+    PATCH_COLUMNS,
+    PATCH_ROWS,
+    TILE_COLUMNS,
+    check_matrix,
+    find_nonfinite,
+    find_violation,
+    fold,
+    keep_indices,
+    patches_of,
+    sum_patches,
+)
 
 Layout = Literal["row", "sm90"]
 Pruned = Literal["magnitude", "wanda", "given"]
-
-#: Columns of one tile of `pack_rows`: a multiple of every block_k.
-_TILE_COLUMNS = 1024
 
 
 @dataclass(frozen=True)
@@ -389,8 +398,10 @@ def pack_rows(dense: Array, into: PackedMatrix, *, first_row: int = 0) -> QuantS
     rows, cols, kind = check_matrix(dense, optype.group)
     if into.shape != (rows, cols):
         raise ValueError(f"rows of shape {[rows, cols]} do not fit {list(into.shape)}")
-    stats = []
-    for r, c in tiles(rows, cols, row_step=BLOCK_ROWS, width=_TILE_COLUMNS):
+    kept, clipped, underflowed, top = 0, 0, 0, 0.0
+    # Energies of error and signal by patch, which has half as many kept values.
+    error, signal = np.zeros((2, -(-rows // PATCH_ROWS), -(-cols // PATCH_COLUMNS)))
+    for r, c in tiles(rows, cols, row_step=BLOCK_ROWS, width=TILE_COLUMNS):
         tile = contiguous_bits(dense[r, c])
         magnitude = magnitudes(tile, kind)
         nonzero = magnitude != 0
@@ -400,29 +411,35 @@ def pack_rows(dense: Array, into: PackedMatrix, *, first_row: int = 0) -> QuantS
         largest = magnitude.max(keepdims=True)
         if not meta.all() or (kind.nonfinite is not None and largest >= kind.nonfinite):
             raise _refusal(dense, pattern_of(optype), first_row)
-        kept = tile.reshape(-1).take(metadata.kept_places(meta, tile.shape[1], optype.group))
+        bits = tile.reshape(-1).take(metadata.kept_places(meta, tile.shape[1], optype.group))
         if kind.name != "I8":
-            kept[kept == kind.sign] = 0
-        source = widen(kept.view(kind.dtype))
+            bits[bits == kind.sign] = 0
+        source = widen(bits.view(kind.dtype))
         factor = scaling.expand(into.scale, into.info.scale, r, c)
         scaled = source if into.scale is None else scaling.quotient(source, factor)
         codes = convert(scaled, optype, overflow)
-        clipped, error, signal = _losses(source, factor, scaled, codes, into.info)
+        exact = source.astype(np.float64)
+        difference = widen(codes).astype(np.float64)
+        difference *= factor.astype(np.float64)
+        difference -= exact
+        error[patches_of(r, c)] = sum_patches(difference, PATCH_COLUMNS // 2)
+        signal[patches_of(r, c)] = sum_patches(exact, PATCH_COLUMNS // 2)
+        clipped += _count_clipped(scaled, optype)
         count = int(np.count_nonzero(nonzero))
-        stats.append(
-            QuantStats(
-                kept=count,
-                clipped=clipped,
-                underflowed=count - _count_nonzero(codes),
-                amax=float(magnitude_values(largest, kind).item()),
-                error_energy=error,
-                signal_energy=signal,
-            )
-        )
+        kept += count
+        underflowed += count - _count_nonzero(codes)
+        top = max(top, float(magnitude_values(largest, kind).item()))
         if filled.shape[1] % 8:
             meta[:, -1] &= 0x0F
         _store(codes, meta, into, r, c)
-    return QuantStats.merge(stats)
+    return QuantStats(
+        kept=kept,
+        clipped=clipped,
+        underflowed=underflowed,
+        amax=top,
+        error_energy=math.inf if clipped and overflow == "nan" else fold(error),
+        signal_energy=fold(signal),
+    )
 
 
 def check_rows(dense: Array, *, first_row: int = 0) -> None:
@@ -450,41 +467,21 @@ def _refusal(dense: Array, pattern: Pattern, first_row: int) -> BadInputError:
     return violation(pattern, *(find_crowded(dense, pattern) or (0, 0)), first_row)
 
 
-def _losses(
-    source: Array, factor: Array, scaled: Array, codes: Array, info: PackInfo
-) -> tuple[int, float, float]:
-    """(clipped, error energy, signal energy) of ``source`` / ``factor`` = ``scaled`` -> codes."""
-    clipped = 0
-    largest = info.optype.max_finite
+def _count_clipped(scaled: Array, optype: OperandType) -> int:
+    """How many of the quotients round past the largest finite value."""
     # The rounding of the scale takes a quotient a hair past the end, which is no clipping.
-    if max(scaled.max(), -scaled.min()) > largest * (1 + 2**-20):
-        kind = number_type(codes.dtype)
-        if kind.nonfinite is None:
-            clipped = int(np.count_nonzero(np.abs(np.rint(scaled)) > largest))
-        else:
-            unbounded = convert(scaled, info.optype, "nan").view(kind.unsigned)
-            clipped = int(np.count_nonzero(magnitudes(unbounded, kind) >= kind.nonfinite))
-    # Cast first, then compute: a ufunc that casts as it goes is several times slower.
-    exact = source.astype(np.float64)
-    if clipped and info.overflow == "nan":
-        error = math.inf
-    else:
-        difference = widen(codes).astype(np.float64)
-        difference *= factor.astype(np.float64)
-        difference -= exact
-        error = _energy(difference)
-    return clipped, error, _energy(exact)
+    if max(scaled.max(), -scaled.min()) <= optype.max_finite * (1 + 2**-20):
+        return 0
+    kind = number_type(optype.dtype)
+    if kind.nonfinite is None:
+        return int(np.count_nonzero(np.abs(np.rint(scaled)) > optype.max_finite))
+    unbounded = convert(scaled, optype, "nan").view(kind.unsigned)
+    return int(np.count_nonzero(magnitudes(unbounded, kind) >= kind.nonfinite))
 
 
 def _count_nonzero(codes: Array) -> int:
     kind = number_type(codes.dtype)
     return int(np.count_nonzero(magnitudes(codes.view(kind.unsigned), kind) != 0))
-
-
-def _energy(values: Array) -> float:
-    """Sum of squares of float64 ``values``, which it overwrites."""
-    with np.errstate(over="ignore", under="ignore"):
-        return float(np.square(values, out=values).sum())
 
 
 def _store(codes: Array, meta: Array, into: PackedMatrix, r: slice, c: slice) -> None:

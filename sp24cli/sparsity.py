@@ -6,17 +6,23 @@ compared as values in every type, and -0.0 is zero.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import numpy as np
 
 from sp24cli.bits import Array, NumberType, contiguous_bits, magnitudes, number_type, widen
 from sp24cli.errors import BadInputError
-from sp24cli.rowblocks import pieces, run, tiles
+from sp24cli.rowblocks import pieces, row_slices, run, tiles
 
 #: Neighbours along K of which two are kept.
 GROUP = 4
+#: Rows and columns whose squares are added up by themselves: see `sum_patches`.
+PATCH_ROWS, PATCH_COLUMNS = 16, 256
+#: Columns of one tile where squares are added up: a multiple of `PATCH_COLUMNS` and, for packing,
+#: of every operand type's block_k.
+TILE_COLUMNS = 1024
+#: Squares added up at a time, which stay in a core's cache.
+_SUM_ELEMENTS = 1 << 16
 
 
 def check_matrix(dense: Array, group: int = GROUP) -> tuple[int, int, NumberType]:
@@ -156,19 +162,68 @@ _FIRST, _SECOND = np.array([_canonical_pair(i) for i in range(16)], np.uint8).T.
 
 
 def kept_energy(dense: Array, pruned: Array, *, workers: int = 1) -> tuple[float, float]:
-    """Sums of squares (of ``pruned``, of ``dense``) in float64; additive over row blocks."""
-
-    def piece(r: slice) -> tuple[float, float]:
-        sums = [
-            tuple(_sum_of_squares(matrix[r][tile]) for matrix in (pruned, dense))
-            for tile in tiles(*dense[r].shape)
-        ]
-        return math.fsum(s[0] for s in sums), math.fsum(s[1] for s in sums)
-
-    parts = run(piece, pieces(*dense.shape), workers)
-    return math.fsum(p[0] for p in parts), math.fsum(p[1] for p in parts)
+    """Sums of squares (of ``pruned``, of ``dense``) in float64, by `patch_energies`."""
+    rows, cols = dense.shape
+    parts = pieces(rows, cols, PATCH_ROWS) or [slice(0, 0)]
+    found = run(lambda r: [patch_energies(m[r]) for m in (pruned, dense)], parts, workers)
+    kept, total = (fold(np.concatenate(sums)) for sums in zip(*found, strict=True))
+    return kept, total
 
 
-def _sum_of_squares(values: Array) -> float:
-    wide = widen(values).astype(np.float64)
-    return float(np.square(wide, out=wide).sum())
+def patch_energies(values: Array) -> Array:
+    """The sums of squares, float64, of every patch of `PATCH_ROWS` x `PATCH_COLUMNS` of ``values``
+    [M, K]: [ceil(M / rows), ceil(K / columns)]. Infinity and NaN are the caller's to explain."""
+    rows, cols = values.shape
+    sums = np.zeros((-(-rows // PATCH_ROWS), -(-cols // PATCH_COLUMNS)))
+    patches = _SUM_ELEMENTS // (PATCH_ROWS * max(1, min(cols, TILE_COLUMNS)))
+    for part in row_slices(rows, PATCH_ROWS * patches):
+        for c in row_slices(cols, TILE_COLUMNS):
+            # Cast first, then compute: a ufunc that casts as it goes is several times slower.
+            squares = widen(values[part, c]).astype(np.float64)
+            sums[patches_of(part, c)] = sum_patches(squares, PATCH_COLUMNS)
+    return sums
+
+
+def patches_of(rows: slice, cols: slice) -> tuple[slice, slice]:
+    """The patches of a tile whose first row and column begin patches."""
+    return (
+        slice(rows.start // PATCH_ROWS, -(-rows.stop // PATCH_ROWS)),
+        slice(cols.start // PATCH_COLUMNS, -(-cols.stop // PATCH_COLUMNS)),
+    )
+
+
+def sum_patches(values: Array, width: int) -> Array:
+    """The sums of the squares of every `PATCH_ROWS` rows and ``width`` columns (a power of two) of
+    float64 ``values``, which it overwrites.
+
+    First the rows of a patch, one after the other; then what that gives, as `fold` does. An order
+    of its own, so that a GPU can add in the same and get the same bits.
+    """
+    rows, cols = values.shape
+    whole = rows // PATCH_ROWS
+    by_row = np.zeros((-(-rows // PATCH_ROWS), -(-cols // width) * width))
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        np.square(values, out=values)
+        # NumPy adds along an axis that is not the last one row after the other.
+        groups = values[: whole * PATCH_ROWS].reshape(whole, PATCH_ROWS, cols)
+        np.add.reduce(groups, axis=1, out=by_row[:whole, :cols])
+        if whole < len(by_row):
+            np.add.reduce(values[whole * PATCH_ROWS :], axis=0, out=by_row[whole, :cols])
+        return fold_halves(by_row.reshape(len(by_row), -1, width))
+
+
+def fold_halves(values: Array) -> Array:
+    """The sums along the last axis, a power of two long: the upper half is added to the lower
+    until one is left. Zeros behind, up to a larger power of two, change nothing."""
+    while (half := values.shape[-1] // 2) > 0:
+        values = values[..., :half] + values[..., half:]
+    return values[..., 0]
+
+
+def fold(sums: Array) -> float:
+    """The sum of all ``sums``, in row order with zeros up to a power of two: half is added to
+    half until one is left."""
+    padded = np.zeros(1 << max(0, sums.size - 1).bit_length())
+    padded[: sums.size] = sums.reshape(-1)
+    with np.errstate(over="ignore", invalid="ignore"):
+        return float(fold_halves(padded))

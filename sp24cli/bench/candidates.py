@@ -55,9 +55,10 @@ class Role:
 class Operands:
     """One problem's operands on the device, in as many copies as the rotation wants.
 
-    ``x`` are the activations' codes [N, K], rows ``ldx`` elements apart (a multiple of 16 bytes,
-    which the kernels' bulk copies need); ``out`` the outputs, shared by all candidates. Sums of
-    integers as they are (s32) take no scale: then ``scaled`` is false.
+    ``x`` are the activations' codes [N, K], their columns as the weight's are stored, rows ``ldx``
+    elements apart (a multiple of 16 bytes, which the kernels' bulk copies need); ``given`` the
+    same in the order of the original, where that differs; ``out`` the outputs, shared by all
+    candidates. Sums of integers as they are (s32) take no scale: then ``scaled`` is false.
     """
 
     def __init__(
@@ -80,12 +81,11 @@ class Operands:
         self._held: list[Buffer] = []
         align = 16 // types.b.itemsize
         self.ldx = -(-shape.k // align) * align
-        x = tokens.codes
-        if self.ldx != shape.k:
-            x = np.zeros((shape.n, self.ldx), x.dtype)
-            x[:, : shape.k] = tokens.codes
+        x = self._padded(tokens.codes)
         self.weights = [SparseWeight.upload(device, packed) for _ in range(slots)]
-        self.x = self.copies(x)
+        self.x = self.given = self.copies(x)
+        if packed.perm is not None:
+            self.given = self.copies(self._padded(packed.original_order(tokens.codes)))
         self.scaled = out != "s32"
         self.scale_b = None
         self.scale_k = tokens.scale_k if self.scaled else 0
@@ -94,6 +94,14 @@ class Operands:
         out_bytes = shape.m * shape.n * NUMPY_TYPES[out].itemsize
         self.outs = [self.hold(device.alloc(out_bytes)) for _ in range(slots)]
         device.synchronize()
+
+    def _padded(self, codes: Array) -> Array:
+        """``codes`` with rows of ``ldx`` elements."""
+        if self.ldx == codes.shape[1]:
+            return codes
+        x = np.zeros((codes.shape[0], self.ldx), codes.dtype)
+        x[:, : codes.shape[1]] = codes
+        return x
 
     def hold(self, buffer: Buffer) -> Buffer:
         """``buffer``, freed with these operands."""
@@ -167,7 +175,7 @@ class Ours:
     def enqueue(self, slot: int) -> None:
         operands = self._operands
         self._plans[slot].enqueue(
-            operands.x[slot],
+            operands.given[slot],
             operands.ldx,
             operands.outs[slot],
             scale_b=operands.scale_b,

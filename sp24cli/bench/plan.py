@@ -22,6 +22,7 @@ from sp24cli.errors import BadInputError, Sp24Error
 from sp24cli.gpu.select import check_block_scales
 from sp24cli.optypes import OPERANDS, Operands, OperandType, operands
 from sp24cli.packed import PackedMatrix
+from sp24cli.pruning import permute
 from sp24cli.scaling import ScaleKind, ScaleSpec
 
 if TYPE_CHECKING:
@@ -158,12 +159,15 @@ def plan_file(
                 except Sp24Error as error:
                     notes.append(f"{name}: not timed: {error}")
                     continue
-            chosen.setdefault((info.shape, info.type, info.scale), []).append(name)
+            kind = (info.shape, info.type, info.scale, info.permuted)
+            chosen.setdefault(kind, []).append(name)
     if not chosen:
         fits = "" if given is None else f" with K = {given.shape[1]}, as the activations have,"
         raise BadInputError(f"{path}: no packed weight{fits} that the kernels take")
     cases = []
-    for ((m, k), type_name, _), names in chosen.items():
+    for ((m, k), type_name, _, permuted), names in chosen.items():
+        if permuted:
+            notes.append(f"{names[0]}: sp24's time includes reordering the activations' columns")
         if len(names) > 1:
             notes.append(f"{names[0]} ({m}x{k}) stands for {len(names)} weights of its shape")
         types = operands(type_name, b_type, "f16" if accumulate == "f16" else None)
@@ -191,9 +195,12 @@ def _file_loader(
         with PackedFile(path) as packed_file:
             packed = packed_file.load(name)
         scale_k = SCALE_K if packed.info.scale.kind == "block" else 0
-        if given is not None:
-            return packed, quantize_tokens(given[:n], b_type, workers, scale_k)
-        return packed, random_tokens(n, packed.shape[1], b_type, seed, workers, scale_k)
+        if given is None:
+            return packed, random_tokens(n, packed.shape[1], b_type, seed, workers, scale_k)
+        tokens = quantize_tokens(given[:n], b_type, workers, scale_k)
+        if packed.perm is not None:
+            tokens = Tokens(permute.apply(tokens.codes, packed.perm), tokens.scale)
+        return packed, tokens
 
     return load
 

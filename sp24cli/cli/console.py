@@ -124,6 +124,13 @@ def wrote(path: str | None, count: int, *, before: int | None = None) -> None:
         out(f"wrote {printable(path)} ({size(count)}{ratio})")
 
 
+def ran_on(device: str, on_cpu: Sequence[str]) -> None:
+    """Where the work was done, when it was not the CPU."""
+    if device != "cpu":
+        but = f", but {len(on_cpu)} tensors on the CPU" if on_cpu else ""
+        out(f"ran on {device}{but}")
+
+
 def nothing_selected(nothing: bool, *, quiet: bool) -> None:
     if nothing:
         log("sp24: warning: no tensor was selected; all were copied as they are", quiet=quiet)

@@ -15,6 +15,7 @@ from sp24cli.cli.choosing import (
     norms_option,
     permute_option,
 )
+from sp24cli.cli.engine import device_option, open_engine
 from sp24cli.cli.options import (
     dequantize_option,
     dry_run_option,
@@ -30,6 +31,7 @@ from sp24cli.cli.options import (
 from sp24cli.cli.sidefile import check_report, write_report
 from sp24cli.ops import Done, PruneReport, prune_checkpoint
 from sp24cli.ops.choose import Method
+from sp24cli.ops.engine import DeviceChoice
 from sp24cli.ops.unpack import DENSE_TYPES
 from sp24cli.pruning.pattern import TWO_OF_FOUR
 
@@ -45,6 +47,7 @@ from sp24cli.pruning.pattern import TWO_OF_FOUR
 @dequantize_option
 @report_option
 @dry_run_option
+@device_option
 @workers_option
 @json_option
 @quiet_option
@@ -66,6 +69,7 @@ def prune(
     dequantize_fp8: str | None,
     report: Path | None,
     dry_run: bool,
+    device: DeviceChoice,
     workers: int | None,
     as_json: bool,
     quiet: bool,
@@ -80,23 +84,26 @@ def prune(
     IN is a safetensors file or a whole checkpoint, a folder of shards with their index. OUT is
     then a new folder: a shard appears when it is complete, the index at the end.
     """
+    choice = make_choice(
+        method,
+        norms=activation_norms,
+        hessians=hessians,
+        damping=damping,
+        block_size=block_size,
+        permute=permute,
+        pattern=pattern,
+    )
     target = require_output(output, dry_run=dry_run)
     check_report(report, source, target, overwrite=force)
+    engine = open_engine(device, choice)
     with console.progress("prune", quiet=quiet) as progress:
         done = prune_checkpoint(
             source,
             target,
-            choice=make_choice(
-                method,
-                norms=activation_norms,
-                hessians=hessians,
-                damping=damping,
-                block_size=block_size,
-                permute=permute,
-                pattern=pattern,
-            ),
+            choice=choice,
             selection=Selection(include, exclude, experts),
             dequantize_fp8=DENSE_TYPES[dequantize_fp8] if dequantize_fp8 else None,
+            engine=engine,
             workers=workers,
             resume=resume,
             overwrite=force,
@@ -133,6 +140,7 @@ def _print(done: Done[PruneReport], *, quiet: bool) -> None:
     how = "" if report.pattern == str(TWO_OF_FOUR) else f" to {report.pattern}"
     how += "" if report.method == "magnitude" else f" by {report.method}"
     console.out(f"pruned {count}{how}, kept energy {console.percent(report.kept_energy)}")
+    console.ran_on(report.device, report.on_cpu)
     console.wrote(report.output, report.output_bytes)
     console.nothing_selected(not report.tensors, quiet=quiet)
     console.left_quantized(report.skipped, quiet=quiet)

@@ -12,6 +12,7 @@ from sp24cli.checkpoint.names import Selection
 from sp24cli.cli import console
 from sp24cli.cli.calibrating import make_calibration, scale_choice_options
 from sp24cli.cli.choosing import make_choice, method_option, norms_option, permute_option
+from sp24cli.cli.engine import device_option, open_engine
 from sp24cli.cli.options import (
     dequantize_option,
     dry_run_option,
@@ -29,6 +30,7 @@ from sp24cli.errors import BadInputError
 from sp24cli.fp8 import Overflow, check_overflow
 from sp24cli.ops import Done, QuantizeReport, quantize_checkpoint
 from sp24cli.ops.choose import Method
+from sp24cli.ops.engine import DeviceChoice
 from sp24cli.ops.unpack import DENSE_TYPES
 from sp24cli.optypes import OPERAND_TYPES, OperandType
 from sp24cli.packed import Layout
@@ -82,6 +84,7 @@ from sp24cli.scaling import ScaleSpec
 @dequantize_option
 @report_option
 @dry_run_option
+@device_option
 @workers_option
 @json_option
 @quiet_option
@@ -111,6 +114,7 @@ def quantize(
     dequantize_fp8: str | None,
     report: Path | None,
     dry_run: bool,
+    device: DeviceChoice,
     workers: int | None,
     as_json: bool,
     quiet: bool,
@@ -147,6 +151,7 @@ def quantize(
     choice = make_choice(method, norms=activation_norms, permute=permute, pattern=str(pattern))
     target = require_output(output, dry_run=dry_run)
     check_report(report, source, target, overwrite=force)
+    engine = open_engine(device, choice, calibration, spec)
     with console.progress("quantize", quiet=quiet) as progress:
         done = quantize_checkpoint(
             source,
@@ -161,6 +166,7 @@ def quantize(
             selection=Selection(include, exclude, experts),
             dequantize_fp8=DENSE_TYPES[dequantize_fp8] if dequantize_fp8 else None,
             histograms=report is not None,
+            engine=engine,
             workers=workers,
             resume=resume,
             overwrite=force,
@@ -216,6 +222,7 @@ def _print(done: Done[QuantizeReport], *, quiet: bool) -> None:
     if report.smooth is not None:
         scale += f", smoothed with alpha {report.smooth:g}"
     console.out(f"packed {count} as {report.type}{scale}, layout {report.layout}")
+    console.ran_on(report.device, report.on_cpu)
     console.wrote(report.output, report.output_bytes, before=report.source_bytes)
     console.nothing_selected(not report.tensors, quiet=quiet)
     console.left_quantized(report.skipped, quiet=quiet)

@@ -9,8 +9,8 @@ import click
 from sp24cli.cli import console
 from sp24cli.cli.options import PATH, json_option, quiet_option, source_argument, workers_option
 from sp24cli.errors import VerificationError
+from sp24cli.ops.engine import DeviceChoice
 from sp24cli.verify import NumericsResult, TensorVerdict, VerifyReport, verify_file
-from sp24cli.verify.file import DeviceChoice
 
 
 @click.command()

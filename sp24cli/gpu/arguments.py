@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,13 @@ from sp24cli.gpu.driver import api
 from sp24cli.kernels.manifest import ArgumentLayout
 
 _SWIZZLE = {0: "NONE", 64: "64B", 128: "128B"}
-_TYPES = {"uint64_t": "<u8", "int64_t": "<i8", "int32_t": "<i4"}
+_TYPES = {"uint64_t": "<u8", "int64_t": "<i8", "int32_t": "<i4", "uint32_t": "<u4"}
 
 
-def pack_struct(layout: ArgumentLayout, values: dict[str, int]) -> npt.NDArray[Any]:
-    """The parameter struct with every field given, once each."""
-    dtype = np.dtype(
+@cache
+def struct_dtype(layout: ArgumentLayout) -> np.dtype[Any]:
+    """A struct of the kernels as numpy knows it."""
+    return np.dtype(
         {
             "names": [name for name, _, _ in layout.fields],
             "formats": [_TYPES[kind] for _, kind, _ in layout.fields],
@@ -25,6 +27,11 @@ def pack_struct(layout: ArgumentLayout, values: dict[str, int]) -> npt.NDArray[A
             "itemsize": layout.bytes,
         }
     )
+
+
+def pack_struct(layout: ArgumentLayout, values: dict[str, int]) -> npt.NDArray[Any]:
+    """The parameter struct with every field given, once each."""
+    dtype = struct_dtype(layout)
     if dtype.names is None or set(values) != set(dtype.names):
         raise Sp24Error(f"kernel arguments {sorted(values)} are not those of the manifest")
     struct = np.zeros((), dtype)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +38,27 @@ class Buffer(Closing):
         # __init__ may have failed before there was anything to free.
         if getattr(self, "ptr", 0):
             self.free()
+
+
+class Pinned(Closing):
+    """Page-locked host memory, which copies to and from the GPU go straight into.
+
+    ``array`` is all of it, uint8; no view of it may outlive this.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._ptr = int(check(api().cuMemHostAlloc(max(nbytes, 1), 0)))
+        memory = (ctypes.c_uint8 * max(nbytes, 1)).from_address(self._ptr)
+        self.array: npt.NDArray[Any] = np.frombuffer(memoryview(memory), np.uint8)[:nbytes]
+
+    def close(self) -> None:
+        if self._ptr:
+            api().cuMemFreeHost(self._ptr)
+            self._ptr = 0
+
+    def __del__(self) -> None:
+        if getattr(self, "_ptr", 0):
+            self.close()
 
 
 class Event:
@@ -131,8 +154,7 @@ class Device:
         """The GPU of that number, opened once; `NoGpuError` in one line if none fits."""
         cu = api()
         if ordinal in _opened:
-            # The context is current by thread.
-            check(cu.cuCtxSetCurrent(_opened[ordinal]._context))
+            _opened[ordinal].make_current()
             return _opened[ordinal]
         count = int(check(cu.cuDeviceGetCount()))
         if ordinal >= count:
@@ -140,8 +162,47 @@ class Device:
         _opened[ordinal] = cls(ordinal)
         return _opened[ordinal]
 
+    def make_current(self) -> None:
+        """Make calls of this thread go to this device: the context is current by thread."""
+        check(api().cuCtxSetCurrent(self._context))
+
     def alloc(self, nbytes: int) -> Buffer:
         return Buffer(nbytes)
+
+    def pinned(self, nbytes: int) -> Pinned:
+        return Pinned(nbytes)
+
+    def new_stream(self) -> int:
+        """One more stream, for as long as the process lasts."""
+        return int(check(api().cuStreamCreate(api().CUstream_flags.CU_STREAM_NON_BLOCKING)))
+
+    def wait(self, stream: int) -> None:
+        """Until all is done that was enqueued on ``stream``."""
+        check(api().cuStreamSynchronize(stream))
+
+    def copy_in(self, dst: int, host: npt.NDArray[Any], stream: int) -> None:
+        """Enqueue a copy of ``host``, contiguous and pinned, which must stay as it is till then."""
+        if host.nbytes:
+            check(api().cuMemcpyHtoDAsync(dst, host.ctypes.data, host.nbytes, stream))
+
+    def copy_out(self, host: npt.NDArray[Any], src: int, stream: int) -> None:
+        """Enqueue a copy into ``host``, contiguous and pinned."""
+        if host.nbytes:
+            check(api().cuMemcpyDtoHAsync(host.ctypes.data, src, host.nbytes, stream))
+
+    def clear(self, ptr: int, nbytes: int, stream: int) -> None:
+        """Enqueue setting memory to zero."""
+        if nbytes:
+            check(api().cuMemsetD8Async(ptr, 0, nbytes, stream))
+
+    @contextmanager
+    def scratch(self, nbytes: int, stream: int) -> Iterator[int]:
+        """The address of memory for the work that the block enqueues on ``stream``."""
+        ptr = int(check(api().cuMemAllocAsync(max(nbytes, 1), stream)))
+        try:
+            yield ptr
+        finally:
+            check(api().cuMemFreeAsync(ptr, stream))
 
     def upload(self, array: npt.NDArray[Any]) -> Buffer:
         """A device copy of ``array``, C-contiguous."""

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sp24cli.errors import BadInputError, Sp24Error
+from sp24cli.gpu.activations import gather_columns
 from sp24cli.gpu.arguments import pack_struct, tensor_map
 from sp24cli.gpu.arrays import DeviceArray, View, view
 from sp24cli.gpu.device import Buffer, Device, Kernel
@@ -34,6 +35,7 @@ from sp24cli.optypes import (
     operands,
 )
 from sp24cli.packed import PackedMatrix
+from sp24cli.pruning import permute
 
 #: The output types, as numpy knows them.
 OUT_DTYPES: dict[str, np.dtype[Any]] = {
@@ -82,9 +84,43 @@ class Plan:
         ``out`` is [n, M] (order ``nm``) or [M, n] (``mn``), rows of ``ldd`` elements (tight by
         default). ``scale_b`` is one f32, or one a row of B with ``scale_b_rows``, or [n,
         ceil(K/scale_b_k)] f32 with the plan's ``scale_b_k``; ``bias`` one f32 a row of A. ``x``
-        and its row pitch in bytes are multiples of 16. Into s32 go the sums of the codes: no scale,
-        that of the weight neither, and no bias.
+        and its row pitch in bytes are multiples of 16, unless the weight has a ``column_order``:
+        then they are copied in that order first. Into s32 go the sums of the codes: no scale, that
+        of the weight neither, and no bias.
         """
+        if self.weight.column_order is None:
+            self._multiply(x, ldx, out, ldd, scale_b, scale_b_rows, bias, stream)
+            return
+        device, item = self.weight.device, self.weight.type.itemsize
+        shape = (self.n, self.weight.shape[1])
+        pitch = -(-shape[1] * item // 16) * 16
+        on = device.stream if stream is None else stream
+        with device.scratch(self.n * pitch, on) as ordered:
+            gather_columns(
+                device,
+                self.weight.column_order.ptr,
+                _pointer(x),
+                ldx * item,
+                ordered,
+                pitch,
+                shape,
+                item,
+                on,
+            )
+            self._multiply(ordered, pitch // item, out, ldd, scale_b, scale_b_rows, bias, stream)
+
+    def _multiply(
+        self,
+        x: Buffer | int,
+        ldx: int,
+        out: Buffer | int,
+        ldd: int | None,
+        scale_b: Buffer | int | None,
+        scale_b_rows: bool,
+        bias: Buffer | int | None,
+        stream: int | None,
+    ) -> None:
+        """`enqueue` of activations whose columns are in the weight's order."""
         weight, entry, device = self.weight, self.kernel, self.weight.device
         m, k = weight.shape
         if not (m and self.n):
@@ -158,6 +194,7 @@ class SparseWeight:
     """A packed weight on the GPU, in the layout that the kernels read.
 
     ``scale`` is one f32, one a row with ``scale_rows``, or one a ``block`` (rows, columns).
+    ``column_order``, int32 [K], is None where it is that of the activations.
     """
 
     def __init__(
@@ -169,6 +206,7 @@ class SparseWeight:
         scale: Buffer | None,
         scale_rows: bool,
         block: tuple[int, int] | None = None,
+        column_order: Buffer | None = None,
     ) -> None:
         self.device = device
         self.type = optype
@@ -177,6 +215,7 @@ class SparseWeight:
         self.scale = scale
         self.scale_rows = scale_rows
         self.block = block
+        self.column_order = column_order
 
     @property
     def blocks(self) -> tuple[int, int]:
@@ -189,7 +228,7 @@ class SparseWeight:
         """Copies a packed matrix to the GPU; one in ``row`` layout is turned there.
 
         `Sp24Error` for scales that the kernels do not apply: blocks whose columns are no multiple
-        of 64.
+        of 64. `BadInputError` for a permutation that is none.
         """
         info = packed.info
         optype = operand_type(info.type)
@@ -205,7 +244,21 @@ class SparseWeight:
             assert packed.values is not None and packed.meta is not None
             image = device.alloc(_image_bytes(optype, info.shape))
             turn_to_sm90(device, optype, info.shape, packed.values, packed.meta, image)
-        return cls(device, optype, info.shape, image, scale, spec.kind == "vector", spec.block)
+        column_order = None
+        if packed.perm is not None:
+            # The gather reads wherever it says.
+            permute.check_order(packed.perm, info.shape[1])
+            column_order = device.upload(packed.perm.astype(np.int32))
+        return cls(
+            device,
+            optype,
+            info.shape,
+            image,
+            scale,
+            spec.kind == "vector",
+            spec.block,
+            column_order,
+        )
 
     def summation(self, accumulate: str, scale_b_k: int) -> str:
         """How a product sums (`manifest.SUMMATIONS`): as ``accumulate`` says, "fast" or "precise",
@@ -278,7 +331,8 @@ def matmul(
         x: B [N, K] of the weight's type, or its bits as unsigned integers, K contiguous; of the
             other FP8 type for an FP8 weight. Of float32 that multiplies tf32, the lowest 13 bits
             are ignored: `fp8.to_tf32` rounds. If its rows do not start at multiples of 16 bytes
-            it is copied first.
+            it is copied first. It is in the original order of columns; for a permuted weight they
+            are put in its own first, which reads and writes x once more.
         out: where D goes, [N, M] (order ``nm``) or [M, N] (``mn``), its rows contiguous, of type
             bf16, f16 or f32, or for s8 int32. Without it a `DeviceArray` of ``out_dtype`` is
             returned, by default bf16, or f16 where the sums are. int32 are the plain sums of
@@ -334,7 +388,7 @@ def matmul(
     )
     ptr = b.ptr
     spare = None
-    if ptr % 16 or ldx * item % 16:
+    if weight.column_order is None and (ptr % 16 or ldx * item % 16):
         pitch = -(-k * item // 16) * 16
         spare = device.alloc(n * pitch)
         device.copy_rows(spare.ptr, pitch, ptr, ldx * item, k * item, n, stream)
@@ -405,27 +459,40 @@ def turn_to_sm90(
     image: Buffer,
 ) -> None:
     """Writes the ``sm90`` image of a matrix in ``row`` layout, on the GPU."""
+    if not shape[0]:
+        return
+    with device.upload(values.view(np.uint8)) as values_gpu, device.upload(meta) as meta_gpu:
+        enqueue_turn(device, optype, shape, values_gpu.ptr, meta_gpu.ptr, image.ptr, device.stream)
+        device.synchronize()
+
+
+def enqueue_turn(
+    device: Device,
+    optype: OperandType,
+    shape: tuple[int, int],
+    values: int,
+    meta: int,
+    image: int,
+    stream: int,
+) -> None:
+    """`turn_to_sm90` of what lies on the GPU: device addresses; M is not 0."""
     m, k = shape
     columns = max(1, -(-k // optype.block_k))
     rows = -(-m // BLOCK_ROWS)
-    if not rows:
-        return
     loaded = manifest.load()
     # Packing sees bytes and nibbles: types of one width do not differ, and tf32 is two halves.
     width = next(
         e for e in loaded.pack_entries if operand_type(e.a_type).itemsize == min(optype.itemsize, 2)
     )
-    with device.upload(values.view(np.uint8)) as values_gpu, device.upload(meta) as meta_gpu:
-        args = pack_struct(
-            loaded.args[width.args],
-            {
-                "values": values_gpu.ptr,
-                "meta": meta_gpu.ptr,
-                "image": image.ptr,
-                "m": m,
-                "k": optype.meta_k(k),
-                "k_blocks": columns,
-            },
-        )
-        device.launch(device.kernel(width), rows * columns, [args], device.stream)
-        device.synchronize()
+    args = pack_struct(
+        loaded.args[width.args],
+        {
+            "values": values,
+            "meta": meta,
+            "image": image,
+            "m": m,
+            "k": optype.meta_k(k),
+            "k_blocks": columns,
+        },
+    )
+    device.launch(device.kernel(width), rows * columns, [args], stream)

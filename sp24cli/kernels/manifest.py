@@ -180,7 +180,30 @@ class RungEntry:
     args: str
 
 
-AnyEntry = Entry | PackEntry | CeilingEntry | RungEntry
+@dataclass(frozen=True)
+class ConversionEntry:
+    """A kernel that prunes, quantizes or rearranges: ``kind`` says which (`CONVERSIONS`).
+
+    ``source`` is the type of what is converted (for ``gather`` the bits of an item), ``a_type``
+    that of the result, where the kind knows them; empty otherwise.
+    """
+
+    name: str
+    kind: str
+    fatbin: str
+    a_type: str
+    source: str
+    threads: int
+    smem_bytes: int
+    registers: int
+    local_bytes: int
+    args: str
+
+
+#: The kinds of `ConversionEntry`.
+CONVERSIONS = ("prune", "amax", "scales", "quantize", "tokens", "gather")
+
+AnyEntry = Entry | PackEntry | CeilingEntry | RungEntry | ConversionEntry
 
 
 @dataclass(frozen=True)
@@ -191,6 +214,7 @@ class Manifest:
     pack_entries: tuple[PackEntry, ...]
     ceiling_entries: tuple[CeilingEntry, ...]
     rungs: tuple[RungEntry, ...]
+    conversion_entries: tuple[ConversionEntry, ...]
     args: dict[str, ArgumentLayout]
     fatbins: dict[str, str]
     sources: str
@@ -199,19 +223,36 @@ class Manifest:
     @property
     def everything(self) -> tuple[AnyEntry, ...]:
         """Every kernel of every kind."""
-        return (*self.entries, *self.pack_entries, *self.ceiling_entries, *self.rungs)
+        return (
+            *self.entries,
+            *self.pack_entries,
+            *self.ceiling_entries,
+            *self.rungs,
+            *self.conversion_entries,
+        )
 
     @property
     def sha256(self) -> str:
         text = "".join(f"{name} {digest}\n" for name, digest in sorted(self.fatbins.items()))
         return hashlib.sha256(text.encode()).hexdigest()
 
+    def conversion(self, kind: str, source: str = "", a_type: str = "") -> ConversionEntry | None:
+        """The conversion of that kind and those types, None where there is none."""
+        wanted = (kind, source, a_type)
+        for entry in self.conversion_entries:
+            if (entry.kind, entry.source, entry.a_type) == wanted:
+                return entry
+        return None
+
     def fatbin(self, name: str) -> bytes:
         return (FOLDER / f"{name}.fatbin").read_bytes()
 
 
 def _entry(cls: type[Any], raw: dict[str, Any]) -> Any:
-    return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in raw.items() if k != "kind"})
+    fields = {k: tuple(v) if isinstance(v, list) else v for k, v in raw.items()}
+    if cls is not ConversionEntry:
+        del fields["kind"]
+    return cls(**fields)
 
 
 @cache
@@ -225,6 +266,9 @@ def load() -> Manifest:
             _entry(CeilingEntry, k) for k in raw["kernels"] if k["kind"] == "ceiling"
         ),
         rungs=tuple(_entry(RungEntry, k) for k in raw["kernels"] if k["kind"] == "rung"),
+        conversion_entries=tuple(
+            _entry(ConversionEntry, k) for k in raw["kernels"] if k["kind"] in CONVERSIONS
+        ),
         args={
             name: ArgumentLayout(
                 a["tensor_map_bytes"], a["bytes"], tuple((n, t, o) for n, t, o in a["fields"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from sp24cli.formats.dequantized import shard_paths
 from sp24cli.formats.scales import FP8_DTYPES
 from sp24cli.ops.convert import ConvertReport, convert_file
 from sp24cli.ops.dequantize import dequantize_file, is_foreign
+from sp24cli.ops.engine import Engine
 from sp24cli.ops.prune import PruneReport, prune_file
 from sp24cli.ops.quantize import QuantizeReport, quantize_file
 from sp24cli.ops.report import share
@@ -30,13 +32,15 @@ def prune_checkpoint(
     *,
     resume: bool = False,
     overwrite: bool = False,
+    engine: Engine | None = None,
     workers: int | None = None,
     progress: Progress | None = None,
     **options: Any,
 ) -> Done[PruneReport]:
     """`prune_file` for a file or a checkpoint (a folder, or its index); ``options`` are its own.
 
-    ``resume`` goes on with an output folder that an earlier run has left unfinished.
+    ``resume`` goes on with an output folder that an earlier run has left unfinished; by which
+    ``engine`` makes no difference, so it is not among the ``options``.
 
     Raises:
         BadInputError: as `prune_file`, or index and shards disagree; nothing is written then.
@@ -45,11 +49,12 @@ def prune_checkpoint(
     _add_siblings(source, options)
     operation = Operation(
         "prune",
-        prune_file,
+        partial(prune_file, engine=engine),
         PruneReport,
         options,
         workers,
         find_nonfinite=True,
+        engine=engine,
         config=_dense_config if options.get("dequantize_fp8") else None,
     )
     done = run(operation, source, output, resume, overwrite, progress)
@@ -68,6 +73,7 @@ def quantize_checkpoint(
     *,
     resume: bool = False,
     overwrite: bool = False,
+    engine: Engine | None = None,
     workers: int | None = None,
     progress: Progress | None = None,
     **options: Any,
@@ -85,12 +91,13 @@ def quantize_checkpoint(
 
     operation = Operation(
         "quantize",
-        quantize_file,
+        partial(quantize_file, engine=engine),
         QuantizeReport,
         options,
         workers,
         find_nonfinite=True,
         find_violation=not options.get("prune", False),
+        engine=engine,
         config=config,
     )
     return run(operation, source, output, resume, overwrite, progress)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from sp24cli import calibration, scaling, smoothing
-from sp24cli.bits import NUMBER_TYPES, Array, widen
+from sp24cli.bits import NUMBER_TYPES, Array
 from sp24cli.calibration import AMAX
 from sp24cli.checkpoint.reader import SafetensorsFile
 from sp24cli.errors import BadInputError
@@ -20,7 +20,7 @@ from sp24cli.optypes import BLOCK_ROWS
 from sp24cli.packed import PackedMatrix, PackInfo, QuantStats, check_rows, pack_rows
 from sp24cli.pruning import permute
 from sp24cli.pruning.pattern import TWO_OF_FOUR, Pattern, pattern_of, prune_magnitude
-from sp24cli.sparsity import find_nonfinite
+from sp24cli.sparsity import find_nonfinite, fold, patch_energies
 
 
 @dataclass(frozen=True)
@@ -72,15 +72,15 @@ class Arrangement:
 class Band:
     """Rows [start, stop) of a packed tensor.
 
-    ``energy`` is the sum of squares of the dense rows before they were pruned here, None when
-    they were not.
+    ``stats`` are those of the bands of `ops.stream` that they consist of, ``energies`` the sums of
+    squares of these before they were pruned here, none when they were not.
     """
 
     start: int
     stop: int
     packed: PackedMatrix
-    stats: QuantStats
-    energy: float | None
+    stats: tuple[QuantStats, ...]
+    energies: tuple[float, ...]
 
 
 def tensor_scale(
@@ -218,43 +218,54 @@ def pack_bands(
         BadInputError: with file and tensor, and the row and column of a NaN or infinity, or the
             row and group of one that is not 2:4.
     """
-    rows, columns = info.shape
-    arrange = arrange or _PLAIN
 
     def pack(start: int, stop: int) -> Band:
-        dense = file.array(name, slice(start, stop))
-        band_info = replace(info, shape=dense.shape, permuted=False, smooth=None)
-        band_scale = scale
-        energy = _energy(dense) if prune else None
-        # Named here, by its own column, what permuting would move and other methods could prune.
-        if arrange is not _PLAIN and (place := find_nonfinite(dense)) is not None:
-            raise not_finite(tensor_label(file, name), dense, start, place)
-        pattern = pattern_of(info.optype)
-        dense = arrange.rows(file, name, start, dense, prune=prune, pattern=pattern)
-        if scale is None and info.calibration != AMAX:
-            kept = _kept(file, name, start, dense)
-            band_scale = calibration.unit_scales(
-                kept, info.scale, info.optype, info.overflow, info.calibration
-            )
-        elif scale is None and info.scale.kind != "none":
-            largest = scaling.amax(dense, info.scale)
-            band_scale = scaling.make_scales(largest, info.optype.max_finite, info.scale)
-        into = PackedMatrix.empty(band_info, band_scale)
-        try:
-            stats = pack_rows(dense, into, first_row=start)
-        except BadInputError as fault:
-            raise BadInputError(f"{tensor_label(file, name)}: {fault}") from fault
-        file.drop_cache(name, slice(start, stop))
-        return Band(start, stop, into, stats, energy)
+        rows = slice(start, stop)
+        return pack_band(file, name, info, scale, rows, prune=prune, arrange=arrange)
 
-    step = math.lcm(BLOCK_ROWS, info.scale.row_step)
-    return map_bands(pack, bands(rows, columns, multiple=step), columns, workers)
+    return map_bands(pack, pack_ranges(info), info.shape[1], workers)
+
+
+def pack_ranges(info: PackInfo) -> list[tuple[int, int]]:
+    """The row ranges that a tensor is packed by."""
+    return bands(*info.shape, multiple=math.lcm(BLOCK_ROWS, info.scale.row_step))
+
+
+def pack_band(
+    file: SafetensorsFile,
+    name: str,
+    info: PackInfo,
+    scale: Array | None,
+    rows: slice,
+    *,
+    prune: bool,
+    arrange: Arrangement | None = None,
+) -> Band:
+    """One band of `pack_bands`."""
+    start, stop = rows.start, rows.stop
+    dense = file.array(name, rows)
+    band_info = replace(info, shape=dense.shape, permuted=False, smooth=None)
+    energies = (fold(patch_energies(dense)),) if prune else ()
+    # Named here, by its own column, what permuting would move and other methods could prune.
+    if arrange is not None and (place := find_nonfinite(dense)) is not None:
+        raise not_finite(tensor_label(file, name), dense, start, place)
+    pattern = pattern_of(info.optype)
+    dense = (arrange or _PLAIN).rows(file, name, start, dense, prune=prune, pattern=pattern)
+    if scale is None and info.calibration != AMAX:
+        kept = _kept(file, name, start, dense)
+        scale = calibration.unit_scales(
+            kept, info.scale, info.optype, info.overflow, info.calibration
+        )
+    elif scale is None and info.scale.kind != "none":
+        largest = scaling.amax(dense, info.scale)
+        scale = scaling.make_scales(largest, info.optype.max_finite, info.scale)
+    into = PackedMatrix.empty(band_info, scale)
+    try:
+        stats = pack_rows(dense, into, first_row=start)
+    except BadInputError as fault:
+        raise BadInputError(f"{tensor_label(file, name)}: {fault}") from fault
+    file.drop_cache(name, rows)
+    return Band(start, stop, into, (stats,), energies)
 
 
 _PLAIN = Arrangement()
-
-
-def _energy(dense: Array) -> float:
-    # Infinite squares, and what is wrong with the values, are for the caller and `pack_rows`.
-    with np.errstate(over="ignore", invalid="ignore"):
-        return float(np.square(widen(dense), dtype=np.float64).sum())

@@ -14,9 +14,11 @@ from sp24cli.checkpoint.names import Selection
 from sp24cli.checkpoint.reader import SafetensorsFile
 from sp24cli.formats.dequantized import open_dense
 from sp24cli.ops.choose import Choice, Chooser, Losses, TensorChoice
+from sp24cli.ops.engine import Engine
 from sp24cli.ops.plan import Sink, copy_tensor, make_plan, not_finite, open_sink, tensor_label
 from sp24cli.ops.report import Skipped, document, share
-from sp24cli.ops.stream import Meter, Progress, bands, default_workers, map_bands
+from sp24cli.ops.stream import Meter, Progress, default_workers, map_bands, prune_ranges
+from sp24cli.pruning.pattern import TWO_OF_FOUR
 from sp24cli.sparsity import find_nonfinite
 
 
@@ -40,7 +42,7 @@ class PrunedTensor:
 @dataclass(frozen=True)
 class PruneReport:
     """What `prune_file` did. ``output`` is None after a dry run; ``kept_energy`` is that of all
-    pruned tensors together."""
+    pruned tensors together. ``device`` ("cpu" or a GPU's name) did it, but for ``on_cpu``."""
 
     source: str
     output: str | None
@@ -50,6 +52,8 @@ class PruneReport:
     skipped: tuple[Skipped, ...]
     kept_energy: float
     output_bytes: int
+    device: str
+    on_cpu: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
         return document(self)
@@ -63,6 +67,7 @@ def prune_file(
     selection: Selection | None = None,
     dequantize_fp8: str | None = None,
     siblings: Sequence[Path] = (),
+    engine: Engine | None = None,
     workers: int | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
@@ -73,7 +78,7 @@ def prune_file(
     pruned in another, ``X.weight_perm`` is written beside them, or was there.
     ``output`` None is a dry run: all is read and measured, nothing written. Memory holds a few
     row bands. The result does not depend on ``workers`` (None: one a CPU, at most 8).
-    ``dequantize_fp8`` as in `quantize_file`.
+    ``dequantize_fp8`` and ``engine`` as in `quantize_file`.
 
     Raises:
         BadInputError: a malformed file; NaN or infinity in a selected weight, with its place.
@@ -94,9 +99,13 @@ def prune_file(
             ) as sink:
                 tensors: list[PrunedTensor] = []
                 losses: list[Losses] = []
+                on_cpu: list[str] = []
                 for entry in plan.chosen:
                     how = chooser.tensor(entry, workers=workers)
-                    losses.append(_prune_tensor(file, entry, how, sink, meter, workers))
+                    able = _engine_for(engine, entry, how, choice)
+                    if engine is not None and able is None:
+                        on_cpu.append(entry.name)
+                    losses.append(_prune_tensor(file, entry, how, sink, meter, able, workers))
                     tensors.append(_pruned(entry, how, losses[-1]))
                 for item in plan.skipped:
                     copy_tensor(file, item.name, sink, meter)
@@ -110,7 +119,17 @@ def prune_file(
         skipped=plan.skipped,
         kept_energy=share(whole.kept, whole.total),
         output_bytes=sink.header.file_bytes,
+        device="cpu" if engine is None else engine.name,
+        on_cpu=tuple(on_cpu),
     )
+
+
+def _engine_for(
+    engine: Engine | None, entry: TensorEntry, how: TensorChoice, choice: Choice
+) -> Engine | None:
+    """The engine if it can do what is to be done here."""
+    plain = how.method == "magnitude" and how.order is None and choice.pattern == TWO_OF_FOUR
+    return engine if plain and engine is not None and engine.prunes(entry.dtype) else None
 
 
 def _pruned(entry: TensorEntry, how: TensorChoice, losses: Losses) -> PrunedTensor:
@@ -132,10 +151,17 @@ def _prune_tensor(
     how: TensorChoice,
     sink: Sink,
     meter: Meter,
+    engine: Engine | None,
     workers: int,
 ) -> Losses:
     """Write one pruned tensor, and its new order if it has one."""
-    rows, columns = entry.shape
+    parts: list[Losses] = []
+    if engine is not None:
+        for pruned, found in engine.prune(file, entry.name, workers=workers):
+            sink.write(entry.name, pruned)
+            meter.add(pruned.nbytes)
+            parts += found
+        return Losses.merge(parts)
 
     def prune_band(start: int, stop: int) -> tuple[Array, Losses]:
         dense = file.array(entry.name, slice(start, stop))
@@ -150,9 +176,8 @@ def _prune_tensor(
     if how.searched:
         assert how.order is not None
         sink.write(f"{entry.name}_perm", how.order)
-    parts: list[Losses] = []
-    ranges = bands(rows, columns)
-    for pruned, losses in map_bands(prune_band, ranges, columns, workers, share=how.share):
+    ranges = prune_ranges(entry.shape)
+    for pruned, losses in map_bands(prune_band, ranges, entry.shape[1], workers, share=how.share):
         sink.write(entry.name, pruned)
         meter.add(pruned.nbytes)
         parts.append(losses)

@@ -18,6 +18,7 @@ from sp24cli.formats.dequantized import open_dense
 from sp24cli.fp8 import Overflow
 from sp24cli.ops.calibrate import Calibration, Calibrator
 from sp24cli.ops.choose import Choice, Chooser
+from sp24cli.ops.engine import Engine
 from sp24cli.ops.histogram import Spread
 from sp24cli.ops.pack import (
     Arrangement,
@@ -66,7 +67,7 @@ class QuantizeReport:
     """What `quantize_file` did. ``output`` is None after a dry run.
 
     ``calibration`` says how the scales were chosen, ``smooth`` the alpha of the columns' factors,
-    None where they have none.
+    None where they have none. ``device`` ("cpu" or a GPU's name) did it, but for ``on_cpu``.
     """
 
     source: str
@@ -82,6 +83,8 @@ class QuantizeReport:
     skipped: tuple[Skipped, ...]
     source_bytes: int
     output_bytes: int
+    device: str
+    on_cpu: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
         return document(self)
@@ -102,6 +105,7 @@ def quantize_file(
     dequantize_fp8: str | None = None,
     siblings: Sequence[Path] = (),
     histograms: bool = False,
+    engine: Engine | None = None,
     workers: int | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
@@ -120,6 +124,9 @@ def quantize_file(
     once to that dtype; their scales go. ``siblings`` are the other files of a checkpoint, where
     those scales, or the weights of the scales that are here, may lie. ``histograms`` asks for
     those of the codes.
+
+    ``engine`` does the work where it can: by magnitude, in the order of the file, from and to the
+    types that it has. The bytes are the same without it.
 
     Raises:
         BadInputError: a malformed or packed file; in a selected weight NaN or infinity (with
@@ -170,6 +177,7 @@ def quantize_file(
             progress,
         )
         metadata = merge_metadata(file.metadata, infos, file.stacks)
+        on_cpu: list[str] = []
         with open_sink(output, entries, metadata, source=source, overwrite=overwrite) as sink:
             tensors = tuple(
                 _quantize_tensor(
@@ -182,6 +190,8 @@ def quantize_file(
                     meter,
                     prune,
                     histograms,
+                    engine,
+                    on_cpu,
                     workers,
                 )
                 for e in plan.chosen
@@ -202,6 +212,8 @@ def quantize_file(
             skipped=skipped,
             source_bytes=file.header.file_bytes,
             output_bytes=sink.header.file_bytes,
+            device="cpu" if engine is None else engine.name,
+            on_cpu=tuple(on_cpu),
         )
 
 
@@ -231,9 +243,12 @@ def _quantize_tensor(
     meter: Meter,
     prune: bool,
     histograms: bool,
+    engine: Engine | None,
+    on_cpu: list[str],
     workers: int,
 ) -> QuantizedTensor:
-    """Write the parts of one tensor, band by band."""
+    """Write the parts of one tensor, band by band; add its name to ``on_cpu`` if there is an
+    engine and it cannot."""
     name = entry.name
     how = chooser.tensor(entry, workers=workers)
     arrange = None
@@ -247,8 +262,15 @@ def _quantize_tensor(
         sink.write(f"{name}_smooth", smooth)
         arrange = replace(arrange or Arrangement(), smooth=smooth)
     scale = calibrator.scale(name, info)
-    if scale is None:
-        scale = tensor_scale(file, name, info, prune=prune, workers=workers, arrange=arrange)
+    if engine is not None and arrange is None and engine.packs(info):
+        scale = engine.scale(file, name, info, workers=workers)
+        packing = engine.pack(file, name, info, scale, prune=prune, workers=workers)
+    else:
+        if engine is not None:
+            on_cpu.append(name)
+        if scale is None:
+            scale = tensor_scale(file, name, info, prune=prune, workers=workers, arrange=arrange)
+        packing = pack_bands(file, name, info, scale, prune=prune, workers=workers, arrange=arrange)
     if how.order is not None:
         sink.write(f"{name}_perm", how.order)
     if scale is not None:
@@ -257,17 +279,16 @@ def _quantize_tensor(
     stats: list[QuantStats] = []
     spread = Spread(histogram=histograms)
     totals: list[float] = []
-    for band in pack_bands(file, name, info, scale, prune=prune, workers=workers, arrange=arrange):
+    for band in packing:
         parts = {part: getattr(band.packed, part) for part in band.packed.info.parts()}
         if scale is not None:
             del parts["scale"]
         for part, array in parts.items():
             sink.write(f"{name}_{part}", array)
         meter.add((band.stop - band.start) * (entry.nbytes // entry.shape[0]))
-        stats.append(band.stats)
+        stats += band.stats
         spread.add(band.packed)
-        if band.energy is not None:
-            totals.append(band.energy)
+        totals += band.energies
     merged = QuantStats.merge(stats)
     return QuantizedTensor(
         name=name,

@@ -36,6 +36,7 @@ from sp24cli.checkpoint.reader import SafetensorsFile
 from sp24cli.errors import BadInputError, Sp24Error
 from sp24cli.formats.dequantized import open_dense
 from sp24cli.ops.choose import Choice
+from sp24cli.ops.engine import Engine
 from sp24cli.ops.journal import Journal, copy_file, fingerprint, replace_file, sync_folder
 from sp24cli.ops.plan import (
     ANNOUNCE,
@@ -46,10 +47,10 @@ from sp24cli.ops.plan import (
     tensor_label,
 )
 from sp24cli.ops.report import document
-from sp24cli.ops.stream import Progress, bands, default_workers, map_bands
+from sp24cli.ops.stream import Progress, default_workers, map_bands, prune_ranges
 from sp24cli.pruning import permute
-from sp24cli.pruning.pattern import Pattern, find_crowded, pattern_of, violation
-from sp24cli.sparsity import find_nonfinite
+from sp24cli.pruning.pattern import TWO_OF_FOUR, Pattern, find_crowded, pattern_of, violation
+from sp24cli.sparsity import GROUP, find_nonfinite
 
 CONFIG_NAME = "config.json"
 
@@ -112,8 +113,8 @@ class Done(Generic[R]):
 class Operation(Generic[R]):
     """An operation on one file and what a checkpoint needs to know of it.
 
-    ``find_nonfinite`` and ``find_violation`` say what in the selected weights is an error;
-    ``config`` makes the new config.json.
+    ``find_nonfinite`` and ``find_violation`` say what in the selected weights is an error, and
+    ``engine`` may help to find it; ``config`` makes the new config.json.
     """
 
     name: str
@@ -123,6 +124,7 @@ class Operation(Generic[R]):
     workers: int | None
     find_nonfinite: bool = False
     find_violation: bool = False
+    engine: Engine | None = None
     config: Callable[[dict[str, Any], R], dict[str, Any]] | None = None
 
     def run(
@@ -431,14 +433,30 @@ def _scan(operation: Operation[R], shard: Shard, progress: Progress | None) -> N
         size = sum(entry.nbytes for entry in chosen)
         done = 0
         for entry in chosen:
-            rows, columns = entry.shape
-            look = partial(_look, file, entry, pattern if operation.find_violation else None)
-            for count in map_bands(look, bands(rows, columns), columns, workers):
+            wanted = pattern if operation.find_violation else None
+            for count in _look_through(file, entry, wanted, operation.engine, workers):
                 done += count
                 if progress is not None:
                     progress(done, size)
     if progress is not None:
         progress(1, 1)
+
+
+def _look_through(
+    file: SafetensorsFile,
+    entry: TensorEntry,
+    pattern: Pattern | None,
+    engine: Engine | None,
+    workers: int,
+) -> Iterator[int]:
+    """`_look` at all of a weight."""
+    look = partial(_look, file, entry, pattern)
+    knows = pattern in (None, TWO_OF_FOUR) and entry.shape[1] % GROUP == 0
+    knows = knows and stored_order(file, entry) is None
+    if engine is not None and knows and engine.prunes(entry.dtype):
+        wanted = pattern is not None
+        return engine.check(file, entry.name, look, find_violations=wanted, workers=workers)
+    return map_bands(look, prune_ranges(entry.shape), entry.shape[1], workers)
 
 
 def _look(

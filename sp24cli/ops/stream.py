@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
+from sp24cli.sparsity import PATCH_ROWS
+
 _Result = TypeVar("_Result")
 
 #: Called with the bytes done and the bytes in all.
@@ -32,6 +34,11 @@ def bands(rows: int, columns: int, *, multiple: int = 1) -> list[tuple[int, int]
     rows but the last. They depend on the shape alone, so that sums over them do too."""
     step = max(1, BAND_ELEMENTS // max(1, columns * multiple)) * multiple
     return [(start, min(start + step, rows)) for start in range(0, rows, step)]
+
+
+def prune_ranges(shape: tuple[int, ...]) -> list[tuple[int, int]]:
+    """The row ranges that a matrix is pruned by: whole patches, for their sums."""
+    return bands(*shape, multiple=PATCH_ROWS)
 
 
 def map_bands(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
@@ -17,14 +16,13 @@ from sp24cli.checkpoint.sharded import open_tensors
 from sp24cli.errors import BadInputError, NoGpuError, Sp24Error
 from sp24cli.formats.dequantized import DequantizedFile
 from sp24cli.ops.calibrate import Calibrator
+from sp24cli.ops.engine import DeviceChoice
 from sp24cli.ops.report import scale_text
 from sp24cli.ops.stream import Meter, Progress, bands, default_workers, map_bands
 from sp24cli.packed import PackedMatrix, check_structure
 from sp24cli.verify import cpu
 from sp24cli.verify.agreement import compare_packing
 from sp24cli.verify.result import NumericsResult, TensorVerdict, VerifyReport
-
-DeviceChoice = Literal["auto", "cpu", "cuda"]
 
 #: Bytes of a passed-through tensor that are compared at a time.
 _COMPARE_BYTES = 1 << 24

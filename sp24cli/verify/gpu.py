@@ -112,7 +112,7 @@ def multiply(
 
 def _identity(device: Device, weight: SparseWeight, packed: PackedMatrix) -> Check:
     columns = packed.shape[1]
-    want = packed.dequantize(np.float32)
+    want = packed.original_order(packed.dequantize(np.float32))
     comparison = Comparison("identity")
     got = np.empty_like(want)
     for start in range(0, columns, _IDENTITY):
@@ -133,7 +133,7 @@ def _products(
     scale_b_k = SCALE_K if weight.block is not None else 0
     columns = max(1, -(-k // scale_b_k)) if scale_b_k else 1
     scale_b = random.uniform(0.5, 2.0, (TOKENS, columns)).astype(np.float32)
-    a = packed.dequantize(np.float64)
+    a = packed.original_order(packed.dequantize(np.float64))
     b = widen(x).astype(np.float64) * np.repeat(scale_b, scale_b_k or max(1, k), axis=1)[:, :k]
     want = a @ b.T
     norms = np.sqrt((a * a) @ (b * b).T)

@@ -170,9 +170,9 @@ class KernelPlan:
                 tokens *= np.repeat(scale, self.scale_b_k, axis=1)[:, :k]
             if self.out == "s32":
                 assert scale_b is None
-                weight = packed.codes().astype(np.float64)
+                weight = packed.original_order(packed.codes()).astype(np.float64)
             else:
-                weight = packed.dequantize(np.float64)
+                weight = packed.original_order(packed.dequantize(np.float64))
             product = weight @ tokens.T
             if scale_b is not None and not self.scale_b_k:
                 product *= device.array(scale_b.ptr, np.float32, (self.n,))

@@ -17,9 +17,12 @@ from sp24cli.bench import run as bench
 from sp24cli.bench.problem import random_tokens, random_weight
 from sp24cli.bench.rates import Shape
 from sp24cli.errors import BadInputError
+from sp24cli.ops.choose import Choice
+from sp24cli.ops.quantize import quantize_file
 from sp24cli.optypes import operand_type
 from sp24cli.scaling import ScaleSpec
 from tests.cpu.benchdevice import SETTINGS, KernelPlan, Weight, libraries, simulate
+from tests.cpu.modelfile import normal, save
 
 
 @pytest.fixture
@@ -337,6 +340,34 @@ class TestFiles:
         assert [str(case.shape) for case in cases] == ["128x5x256"]
         result = bench.run(plan.BenchPlan(cases, "nm", settings=SETTINGS), device)
         assert result.cases[0].activations.endswith("x.npy")
+
+    @pytest.mark.parametrize("given", [True, False])
+    def test_a_permuted_weight_meets_activations_in_its_order(
+        self, device, monkeypatch, tmp_path, given
+    ):
+        """Ours gets those of the original, the peers what the gather makes of them."""
+        path, x = tmp_path / "p.safetensors", tmp_path / "x.npy"
+        source = save(tmp_path / "model", {"a.weight": normal(1, (128, 256))})
+        quantize_file(
+            source,
+            path,
+            optype=operand_type("e4m3"),
+            spec=ScaleSpec("tensor"),
+            prune=True,
+            choice=Choice(permute=True),
+        )
+        np.save(x, np.random.default_rng(5).standard_normal((16, 256)))
+        libraries(monkeypatch, dense=12.0, sparse=(SPARSE_TIMES,))
+        cases, notes = plan.plan_file(
+            str(path), (16,), activations=str(x) if given else None, workers=1
+        )
+        assert notes == ("a.weight: sp24's time includes reordering the activations' columns",)
+        result = bench.run(plan.BenchPlan(cases, "nm", settings=SETTINGS, notes=notes), device)
+        assert not result.failures
+        assert {row.role.family for row in result.cases[0].rows} == {
+            "sp24", "cublaslt", "cusparselt",
+        }  # fmt: skip
+        assert not device.buffers
 
     def test_too_few_rows_or_another_k_are_refused(self, packed_file, tmp_path):
         np.save(tmp_path / "x.npy", np.ones((5, 256), np.float32))

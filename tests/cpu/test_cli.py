@@ -21,6 +21,8 @@ from sp24cli.cli import console
 from sp24cli.cli import main as cli_main
 from sp24cli.cli.main import COMMANDS, cli, run
 from sp24cli.errors import NoGpuError
+from sp24cli.kernels import manifest
+from tests.cpu.convertdevice import ConvertDevice, made_manifest
 from tests.cpu.modelfile import load, naive_prune, normal, save
 
 ROOT = Path(sp24cli.__file__).parent.parent
@@ -490,6 +492,59 @@ def test_verify_exits_3_with_the_first_wrong_place(
     assert report["passed"] is False
     assert [t["passed"] for t in report["tensors"]] == [True, False]
     assert one_line(captured.err).strip().endswith(report["failure"])
+
+
+@pytest.mark.parametrize("command", [["prune"], ["quantize", "--scale", "vector", "--prune"]])
+def test_conversion_on_a_gpu_that_is_not_there(
+    model: Path, capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    output = model.with_name("out.safetensors")
+    asked = [*command, str(model), "-o", str(output), "--device"]
+    assert run([*asked, "cuda"]) == 5
+    assert one_line(capsys.readouterr().err) == "sp24: error: no usable GPU: this is a test\n"
+    assert not output.exists()
+    assert run([*asked, "auto", "--json"]) == 0
+    assert document(capsys)["device"] == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        (["prune", "--method", "wanda", "--activation-norms", "n"], "--method wanda"),
+        (["prune", "--method", "sparsegpt", "--hessians", "h"], "--method sparsegpt"),
+        (["prune", "--permute"], "--permute"),
+        (["prune", "--pattern", "1:4"], "--pattern 1:4"),
+        (["quantize", "--scale", "vector", "--prune", "--permute"], "--permute"),
+        (["quantize", "--scale", "mx", "--prune"], "--scale mx"),
+        (["quantize", "--scale", "vector", "--calibrate", "mse"], "--calibrate mse"),
+        (["quantize", "--scale", "tensor", "--amax-history", "h"], "--amax-history"),
+        (["quantize", "--scale", "vector", "--smooth", "s"], "--smooth"),
+    ],
+)
+def test_what_works_on_the_cpu_alone_is_refused_on_a_gpu(
+    model: Path, capsys: pytest.CaptureFixture[str], command: list[str], option: str
+) -> None:
+    assert run([*command, str(model), "-o", str(model) + "2", "--device", "cuda"]) == 2
+    line = one_line(capsys.readouterr().err)
+    assert f"{option} works on the CPU: leave out --device cuda" in line
+
+
+def test_the_gpu_that_did_the_work_is_named(
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = made_manifest()
+    monkeypatch.setattr(manifest, "load", lambda: made)
+    device = ConvertDevice()
+    monkeypatch.setattr(sp24cli.gpu.device.Device, "open", staticmethod(lambda: device))
+    output = str(model.with_name("out.safetensors"))
+    assert run(["prune", str(model), "-o", output, "--device", "auto"]) == 0
+    assert "\nran on Simulated H200\n" in capsys.readouterr().out
+    assert {"prune_bf16", "prune_f32"} <= set(device.launches)
+    assert run(["prune", str(model), "-o", output, "--force"]) == 0
+    assert "ran on" not in capsys.readouterr().out
+    alone = ["--permute", "--device", "auto"]
+    assert run(["prune", str(model), "-o", output, "--force", *alone]) == 0
+    assert "ran on" not in capsys.readouterr().out
 
 
 def test_verify_on_cuda_without_a_gpu_exits_5(

@@ -16,11 +16,16 @@ from sp24cli.bits import NUMBER_TYPES, NumberType
 from sp24cli.errors import BadInputError
 from sp24cli.rowblocks import tiles
 from sp24cli.sparsity import (
+    PATCH_COLUMNS,
+    PATCH_ROWS,
     find_nonfinite,
     find_violation,
+    fold,
     keep_indices,
     kept_energy,
+    patch_energies,
     prune_24,
+    sum_patches,
 )
 
 KINDS = list(NUMBER_TYPES.values())
@@ -314,3 +319,48 @@ def test_kept_energy_is_the_same_for_any_number_of_workers() -> None:
     dense = normal_values(NUMBER_TYPES["BF16"], (400, 8192))
     pruned = prune_24(dense)
     assert kept_energy(dense, pruned, workers=3) == kept_energy(dense, pruned)
+
+
+def folded(values: list[float]) -> float:
+    """A list of a power of two added up half onto half, in Python's own float64."""
+    while len(values) > 1:
+        half = len(values) // 2
+        values = [low + high for low, high in zip(values[:half], values[half:], strict=True)]
+    return values[0]
+
+
+def patch_sum(squares: list[list[float]], width: int) -> float:
+    """The documented order: row after row, then `folded`."""
+    columns = [0.0] * width
+    for row in squares:
+        for i, square in enumerate(row):
+            columns[i] += square
+    return folded(columns)
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 2), (16, 2), (17, 4), (33, 300), (48, 256), (250, 6), (5, 1030)]
+)
+@pytest.mark.parametrize("width", [PATCH_COLUMNS, PATCH_COLUMNS // 2])
+def test_squares_are_added_up_in_the_order_that_the_gpu_follows(
+    shape: tuple[int, int], width: int
+) -> None:
+    values = np.random.default_rng(3).standard_normal(shape) * 1e3
+    want = [
+        [
+            patch_sum(np.square(values[r : r + PATCH_ROWS, c : c + width]).tolist(), width)
+            for c in range(0, shape[1], width)
+        ]
+        for r in range(0, shape[0], PATCH_ROWS)
+    ]
+    assert sum_patches(values.copy(), width).tolist() == want
+    if width == PATCH_COLUMNS:
+        assert patch_energies(values).tolist() == want
+    flat = [x for row in want for x in row]
+    padded = flat + [0.0] * ((1 << (len(flat) - 1).bit_length()) - len(flat))
+    assert fold(np.array(want)) == folded(padded)
+
+
+def test_the_sum_of_nothing_is_zero() -> None:
+    assert fold(patch_energies(np.zeros((0, 8)))) == 0
+    assert fold(patch_energies(np.zeros((8, 0)))) == 0

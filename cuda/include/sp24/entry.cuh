@@ -1,7 +1,9 @@
 // Turns the rows of kernels.def into extern "C" kernels.
 #pragma once
+#include "sp24/activations.cuh"
 #include "sp24/body.cuh"
 #include "sp24/ceiling.cuh"
+#include "sp24/convert.cuh"
 #include "sp24/pack.cuh"
 
 #define SP24_GEMM_CONFIG(operand, out, order, tile_n, consumers, cluster, stages, split)       \
@@ -34,6 +36,7 @@
 #define SP24_FAMILY_f16_sum16 9
 #define SP24_FAMILY_e4m3_precise 101
 #define SP24_FAMILY_e4m3_blocks 102
+#define SP24_FAMILY_convert 100
 
 #define SP24_DEFINE(NAME, ...)                                                                 \
   extern "C" __global__ void __cluster_dims__(__VA_ARGS__::kClusterCtas, 1, 1)                   \
@@ -57,3 +60,30 @@
       SP24_CEILING_NAME(operand, source)(const __grid_constant__ sp24::CeilingArgs args) {      \
     sp24::ceiling<SP24_CEILING_CONFIG(operand, source)>(args);                                  \
   }
+
+// The body comes last, since the commas of its template arguments are the macro's too.
+#define SP24_DEFINE_CONVERSION(name, Args, ...)                       \
+  extern "C" __global__ void __launch_bounds__(sp24::kConvertThreads) \
+      name(const __grid_constant__ sp24::Args args) {                 \
+    sp24::__VA_ARGS__(args);                                          \
+  }
+#define SP24_PRUNE_NAME(source) prune_##source
+#define SP24_AMAX_NAME(source) amax_##source
+#define SP24_SCALES_NAME(operand) scales_##operand
+#define SP24_QUANTIZE_NAME(operand, source) quantize_##operand##_##source
+#define SP24_TOKENS_NAME(operand, source) tokens_##operand##_##source
+#define SP24_GATHER_NAME(bits) gather_##bits
+#define SP24_DEFINE_PRUNE(source) \
+  SP24_DEFINE_CONVERSION(SP24_PRUNE_NAME(source), ConvertArgs, prune_patches<sp24::source_##source>)
+#define SP24_DEFINE_AMAX(source) \
+  SP24_DEFINE_CONVERSION(SP24_AMAX_NAME(source), ConvertArgs, amax_patches<sp24::source_##source>)
+#define SP24_DEFINE_SCALES(operand) \
+  SP24_DEFINE_CONVERSION(SP24_SCALES_NAME(operand), ScalesArgs, scales)
+#define SP24_DEFINE_QUANTIZE(operand, source)                              \
+  SP24_DEFINE_CONVERSION(SP24_QUANTIZE_NAME(operand, source), ConvertArgs, \
+                         quantize_patches<sp24::target_##operand, sp24::source_##source>)
+#define SP24_DEFINE_TOKENS(operand, source)                             \
+  SP24_DEFINE_CONVERSION(SP24_TOKENS_NAME(operand, source), TokensArgs, \
+                         quantize_tokens<sp24::target_##operand, sp24::source_##source>)
+#define SP24_DEFINE_GATHER(bits) \
+  SP24_DEFINE_CONVERSION(SP24_GATHER_NAME(bits), GatherArgs, gather_columns<uint##bits##_t>)

@@ -1,0 +1,62 @@
+"""Where prune and quantize work: the option, and what it opens."""
+
+from __future__ import annotations
+
+import click
+
+from sp24cli.calibration import AMAX
+from sp24cli.errors import NoGpuError
+from sp24cli.ops.calibrate import Calibration
+from sp24cli.ops.choose import Choice
+from sp24cli.ops.engine import DeviceChoice, Engine
+from sp24cli.pruning.pattern import TWO_OF_FOUR
+from sp24cli.scaling import ScaleSpec
+
+device_option = click.option(
+    "--device",
+    type=click.Choice(["auto", "cpu", "cuda"]),
+    default="cpu",
+    show_default=True,
+    help="Where the work is done; auto takes a Hopper GPU when there is one. The bytes are the "
+    "same. Methods other than magnitude, other patterns than 2:4, --permute, --calibrate, "
+    "--amax-history, --smooth and --scale mx work on the CPU alone.",
+)
+
+
+def open_engine(
+    device: DeviceChoice,
+    choice: Choice,
+    calibration: Calibration | None = None,
+    scale: ScaleSpec | None = None,
+) -> Engine | None:
+    """The GPU as the operations know it, None for the CPU.
+
+    Raises:
+        click.UsageError: "cuda" for a choice that works on the CPU alone.
+        NoGpuError: "cuda", and there is no usable Hopper GPU.
+    """
+    calibration = calibration or Calibration()
+    cpu_only = {
+        f"--method {choice.method}": choice.method != "magnitude",
+        "--permute": choice.permute,
+        f"--pattern {choice.pattern}": choice.pattern != TWO_OF_FOUR,
+        "--amax-history": calibration.history is not None,
+        f"--calibrate {calibration.rule.method}": calibration.rule != AMAX,
+        "--smooth": calibration.activations is not None,
+        "--scale mx": scale is not None and scale.kind == "mx",
+    }
+    for option, given in cpu_only.items():
+        if given and device == "cuda":
+            raise click.UsageError(f"{option} works on the CPU: leave out --device cuda")
+    if device == "cpu" or any(cpu_only.values()):
+        return None
+    try:
+        # Late: CUDA is loaded for those alone who use it.
+        from sp24cli.gpu.convert import Converter
+        from sp24cli.gpu.device import Device
+
+        return Converter(Device.open())
+    except NoGpuError:
+        if device == "cuda":
+            raise
+        return None

@@ -1,0 +1,95 @@
+"""What drives the kernels for activations, with kernels made of NumPy."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sp24cli.bench.problem import quantize_tokens as on_cpu
+from sp24cli.errors import Sp24Error
+from sp24cli.gpu.activations import gather_columns, quantize_tokens
+from sp24cli.kernels import manifest
+from sp24cli.optypes import operand_type
+from tests.cpu.convertdevice import ConvertDevice, Memory, made_manifest, memory
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Any:
+    made = made_manifest()
+    monkeypatch.setattr(manifest, "load", lambda: made)
+    return ConvertDevice()
+
+
+def held(array: np.ndarray) -> Memory:
+    result = Memory(array.nbytes)
+    result.array[:] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return result
+
+
+def shown(
+    buffer: Memory, shape: tuple[int, ...], dtype: Any, strides: Any = None, at: int = 0
+) -> Any:
+    interface = {
+        "shape": shape,
+        "typestr": np.dtype(dtype).str,
+        "data": (buffer.ptr + at, False),
+        "strides": strides,
+        "version": 3,
+    }
+    return SimpleNamespace(__cuda_array_interface__=interface, buffer=buffer)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+@pytest.mark.parametrize(("pitch", "lead"), [(64, 0), (67, 0), (72, 8), (72, 1)])
+def test_rows_of_any_stride_are_quantized(device: Any, dtype: Any, pitch: int, lead: int) -> None:
+    x = np.random.default_rng(1).standard_normal((5, pitch)).astype(dtype)
+    columns = pitch - lead
+    array = shown(held(x), (5, columns), dtype, x.strides, lead * x.itemsize)
+    codes, scale = quantize_tokens(device, array)
+    want = on_cpu(x[:, lead:], operand_type("e4m3"), 1)
+    assert codes.shape == (5, columns) and codes.dtype == operand_type("e4m3").dtype
+    assert np.array_equal(codes.numpy().view(np.uint8), want.codes.view(np.uint8))
+    assert np.array_equal(scale.numpy(), want.scale)
+    assert device.launches == [f"tokens_e4m3_{'f16' if dtype == np.float16 else 'f32'}"]
+
+
+def test_no_rows_are_no_launch(device: Any) -> None:
+    codes, scale = quantize_tokens(device, shown(Memory(4), (0, 8), np.float16))
+    assert (codes.shape, scale.shape, device.launches) == ((0, 8), (0,), [])
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "strides", "fault"),
+    [
+        ((4, 8), np.uint8, None, "no kernel quantizes uint8 to e4m3"),
+        ((8,), np.float16, None, r"x is \[8\], not \[N, K\]"),
+        ((4, 8), np.float16, (2, 8), "not contiguous along K"),
+        ((4, 8), np.float16, (2, 2), "rows overlap"),
+    ],
+)
+def test_what_does_not_fit_is_named(
+    device: Any, shape: Any, dtype: Any, strides: Any, fault: str
+) -> None:
+    with pytest.raises(Sp24Error, match=fault):
+        quantize_tokens(device, shown(Memory(256), shape, dtype, strides))
+
+
+@pytest.mark.parametrize("item", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("n", "k", "pitch", "sms"),
+    [(1, 4, 4, 132), (40, 132, 132, 2), (33, 1028, 1040, 1), (9, 100000, 100000, 1)],
+)
+def test_columns_are_gathered(device: Any, item: int, n: int, k: int, pitch: int, sms: int) -> None:
+    device.sm_count = sms
+    random = np.random.default_rng(k)
+    x = random.integers(0, 1 << (8 * item), (n, pitch), np.uint64).astype(f"u{item}")
+    order = random.permutation(k).astype(np.int32)
+    out_pitch = -(-k * item // 16) * 16
+    source, where, out = held(x), held(order), Memory(n * out_pitch)
+    gather_columns(device, where.ptr, source.ptr, pitch * item, out.ptr, out_pitch, (n, k), item, 0)
+    rows = memory(out.ptr, np.uint8, (n, out_pitch))
+    assert np.array_equal(rows[:, : k * item].copy().view(x.dtype), x[:, order])
+    assert device.launches == [f"gather_{8 * item}"]

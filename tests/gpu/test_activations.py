@@ -1,0 +1,237 @@
+"""Activations on the GPU: quantized by row as numpy does it, and in the order of a weight."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from sp24cli.bench.problem import quantize_tokens as on_cpu
+from sp24cli.bits import widen
+from sp24cli.errors import Sp24Error
+from sp24cli.fp8 import convert
+from sp24cli.gpu.activations import gather_columns, quantize_tokens
+from sp24cli.gpu.arrays import DeviceArray
+from sp24cli.gpu.device import Device
+from sp24cli.gpu.matmul import SparseWeight, matmul
+from sp24cli.optypes import OPERAND_TYPES, operand_type
+from sp24cli.packed import PackedMatrix, pack
+from sp24cli.pruning import permute
+from sp24cli.scaling import ScaleSpec
+from sp24cli.sparsity import prune_24
+from sp24cli.verify.compare import Comparison
+from sp24cli.verify.gpu import verify_matrix
+from sp24cli.verify.tensorcore import element_bound
+
+Array = npt.NDArray[Any]
+E4M3 = operand_type("e4m3")
+DTYPES = [ml_dtypes.bfloat16, np.float16, np.float32]
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
+
+
+def uploaded(device: Device, array: Array) -> DeviceArray:
+    result = DeviceArray(device, array.shape, array.dtype)
+    result.buffer = device.upload(array)
+    return result
+
+
+def assert_quantized_alike(device: Device, x: Array, on_gpu: Any = None) -> None:
+    codes, scale = quantize_tokens(device, uploaded(device, x) if on_gpu is None else on_gpu)
+    with np.errstate(all="ignore"):
+        want = on_cpu(x, E4M3, 1)
+    assert want.scale is not None
+    assert np.array_equal(codes.numpy().view(np.uint8), want.codes.view(np.uint8))
+    assert np.array_equal(scale.numpy().view(np.uint32), want.scale.view(np.uint32))
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=lambda d: np.dtype(d).name)
+@pytest.mark.parametrize("columns", [1, 4, 64, 2048])
+def test_every_16_bit_value_in_rows_of_every_kind(device: Device, dtype: Any, columns: int) -> None:
+    """NaN and infinity too: they make their row's scale."""
+    every = np.arange(1 << 16, dtype=np.uint16).view(dtype)
+    assert_quantized_alike(device, every.reshape(-1, columns))
+    finite = np.where(np.isfinite(every.astype(np.float32)), every, np.zeros(1, dtype))
+    assert_quantized_alike(device, finite.reshape(-1, columns))
+    # Beside small values and large ones, so that each value meets many scales.
+    rows = np.tile(finite.reshape(-1, 64), (1, 3))
+    rows[:, 0] = np.resize(np.array([0.5, 3, 448, 1000, 6e4], dtype), len(rows))
+    assert_quantized_alike(device, rows)
+
+
+@every_dtype
+@pytest.mark.parametrize(
+    "shape", [(1, 1), (3, 37), (5, 4100), (300, 4096), (2, 28672), (4, 0), (0, 8)]
+)
+def test_shapes(device: Device, dtype: Any, shape: tuple[int, int]) -> None:
+    random = np.random.default_rng(shape[1])
+    x = random.standard_normal(shape) * np.exp(random.normal(0, 8, (shape[0], 1)))
+    if shape[0] > 2:
+        x[1] = 0
+        x[2] = -0.0
+    with np.errstate(over="ignore"):
+        x = x.astype(np.float32).astype(dtype)
+    assert_quantized_alike(device, x)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+@pytest.mark.parametrize(("pitch", "lead"), [(136, 0), (131, 0), (136, 8), (136, 3)])
+def test_strided_rows(device: Device, dtype: Any, pitch: int, lead: int) -> None:
+    x = np.random.default_rng(4).standard_normal((9, pitch + lead)).astype(dtype)
+    held = device.upload(x)
+    item = x.itemsize
+    interface = {
+        "shape": (9, 128),
+        "typestr": x.dtype.str,
+        "data": (held.ptr + lead * item, False),
+        "strides": (x.strides[0], item),
+        "version": 3,
+    }
+    assert_quantized_alike(
+        device, x[:, lead : lead + 128], SimpleNamespace(__cuda_array_interface__=interface)
+    )
+
+
+def test_faults_are_named(device: Device) -> None:
+    with pytest.raises(Sp24Error, match="no kernel quantizes uint8 to e4m3"):
+        quantize_tokens(device, DeviceArray(device, (2, 8), np.uint8))
+    with pytest.raises(Sp24Error, match=r"x is \[8\], not \[N, K\]"):
+        quantize_tokens(device, DeviceArray(device, (8,), np.float16))
+
+
+def test_codes_and_scale_go_into_the_product(device: Device) -> None:
+    m, n, k = 130, 77, 388
+    random = np.random.default_rng(7)
+    dense = prune_24(random.standard_normal((m, k), np.float32))
+    packed, _ = pack(dense, E4M3, ScaleSpec("vector"))
+    x = random.standard_normal((n, k)).astype(np.float16)
+    codes, scale = quantize_tokens(device, uploaded(device, x))
+    d = matmul(SparseWeight.upload(device, packed), codes, scale=scale, out_dtype="f32")
+    a = packed.dequantize(np.float64)
+    b = widen(codes.numpy()).astype(np.float64) * scale.numpy()[:, None]
+    assert_close(d.numpy().T, a, b, "e4m3", "f32")
+
+
+def assert_close(d: Array, a: Array, b: Array, type_name: str, out: str) -> None:
+    want = a @ b.T
+    comparison = Comparison("product")
+    norms = np.sqrt((a * a) @ (b * b).T)
+    bound = element_bound(OPERAND_TYPES[type_name], a.shape[1], norms, out, want)
+    comparison.add(d, want, bound)
+    assert comparison.check().passed, comparison.check()
+
+
+# --- columns in another order ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("item", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("n", "k", "pitch"),
+    [
+        (1, 4, 4),
+        (5, 12, 16),
+        (40, 132, 132),
+        (600, 1028, 1040),  # several rows a CTA, ragged
+        (700, 388, 388),  # rows that are not aligned
+        (3000, 4096, 4096),
+        (7, 28672, 28672),  # several CTAs a row
+        (300, 100000, 100000),  # a row that shared memory does not hold
+    ],
+)
+def test_gather(device: Device, item: int, n: int, k: int, pitch: int) -> None:
+    random = np.random.default_rng(n)
+    x = random.integers(0, 1 << (8 * item), (n, pitch), np.uint64).astype(f"u{item}")
+    order = random.permutation(k).astype(np.int32)
+    out_pitch = -(-k * item // 16) * 16
+    with device.upload(x) as source, device.upload(order) as where:
+        out = device.alloc(n * out_pitch + 64)
+        device.memset(out, 0xAB)
+        gather_columns(
+            device,
+            where.ptr,
+            source.ptr,
+            pitch * item,
+            out.ptr,
+            out_pitch,
+            (n, k),
+            item,
+            device.stream,
+        )
+        got = device.download(out, np.uint8, (n * out_pitch + 64,))
+    assert (got[n * out_pitch :] == 0xAB).all()
+    rows = got[: n * out_pitch].reshape(n, out_pitch)
+    assert not rows[:, k * item :].any()
+    assert np.array_equal(rows[:, : k * item].copy().view(x.dtype), x[:, order])
+
+
+def permuted(type_name: str, m: int, k: int, layout: Any = "row") -> PackedMatrix:
+    """A packed weight whose columns are in a random order."""
+    random = np.random.default_rng(m)
+    dense = random.standard_normal((m, k), np.float32)
+    order = random.permutation(k).astype(np.int32)
+    optype = operand_type(type_name)
+    spec = ScaleSpec("vector" if optype.scaled else "none")
+    packed, _ = pack(prune_24(permute.apply(dense, order)), optype, spec, source_dtype="F32")
+    packed = packed.to_layout(layout)
+    return replace(packed, perm=order, info=replace(packed.info, permuted=True))
+
+
+@pytest.mark.parametrize("type_name", ["e4m3", "f16", "bf16"])
+@pytest.mark.parametrize(("m", "n", "k"), [(130, 1, 132), (200, 77, 1028), (256, 1100, 2048)])
+@pytest.mark.parametrize("order", ["nm", "mn"])
+def test_the_product_of_a_permuted_weight(
+    device: Device, type_name: str, m: int, n: int, k: int, order: str
+) -> None:
+    packed = permuted(type_name, m, k)
+    x = convert(
+        np.random.default_rng(n).standard_normal((n, k), np.float32), operand_type(type_name)
+    )
+    weight = SparseWeight.upload(device, packed)
+    d = matmul(weight, uploaded(device, x), out_dtype="f32", order=order).numpy()
+    a = packed.original_order(packed.dequantize(np.float64))
+    assert_close(d.T if order == "nm" else d, a, widen(x).astype(np.float64), type_name, "f32")
+    again = matmul(weight, uploaded(device, x), out_dtype="f32", order=order).numpy()
+    assert np.array_equal(d, again)
+
+
+@pytest.mark.parametrize("layout", ["row", "sm90"])
+@pytest.mark.parametrize("type_name", ["e4m3", "f16", "bf16"])
+def test_permuted_weights_are_verified(device: Device, type_name: str, layout: str) -> None:
+    packed = permuted(type_name, 200, 420, layout)
+    assert verify_matrix(packed, 1).passed
+    assert packed.perm is not None
+    wrong = packed.perm.copy()
+    wrong[[3, 300]] = wrong[[300, 3]]
+    upload = SparseWeight.upload
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            SparseWeight, "upload", lambda dev, packed: upload(dev, replace(packed, perm=wrong))
+        )
+        result = verify_matrix(packed, 1)
+    assert not result.checks[0].passed
+
+
+def test_a_graph_of_a_permuted_product_runs_again(device: Device) -> None:
+    """As the bench does it: memory for the reordered activations comes and goes in the graph."""
+    packed = permuted("e4m3", 200, 420, "sm90")
+    weight = SparseWeight.upload(device, packed)
+    x = convert(np.random.default_rng(1).standard_normal((64, 420), np.float32), E4M3)
+    source = device.upload(x.view(np.uint8))
+    out = device.alloc(64 * 200 * 4)
+    plan = weight.plan(64, "f32")
+    plan.enqueue(source, 420, out)
+    want = device.download(out, np.float32, (64, 200))
+
+    def three() -> None:
+        for _ in range(3):
+            plan.enqueue(source, 420, out)
+
+    graph = device.capture(three)
+    device.memset(out, 0xFF)
+    graph.launch()
+    graph.launch()
+    assert np.array_equal(device.download(out, np.float32, (64, 200)), want)
