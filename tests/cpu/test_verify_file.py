@@ -97,7 +97,7 @@ def test_what_quantize_writes_is_right(
         by_random, by_identity, *widened = verdict.numerics.checks
         assert [by_random.name, by_identity.name] == ["product", "identity"]
         # 1x128 has its scales in the main loop; smaller blocks have them in the weight.
-        if kind in ("block", "16x16", "mx"):
+        if kind in ("block", "s8 block", "16x16", "mx"):
             assert [check.name for check in widened] == [
                 f"{name} {what}" for name in ("bf16", "f16") for what in ("product", "identity")
             ]
