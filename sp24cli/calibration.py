@@ -100,7 +100,7 @@ class ScaleRule:
     def text(self) -> str:
         """As files and reports have it; `parse` reads it."""
         if self.method == "percentile":
-            return f"percentile {self.percentile!r}"
+            return f"percentile {float(cast(float, self.percentile))!r}"
         return f"history {self.pick}" if self.method == "history" else self.method
 
     @classmethod
@@ -210,7 +210,7 @@ def _score_by_unit(
 
 def _share(rule: ScaleRule) -> Fraction:
     # The decimal that the user wrote, not the float nearest to it.
-    return Fraction(repr(rule.percentile)) / 100
+    return Fraction(repr(float(cast(float, rule.percentile)))) / 100
 
 
 def _units(kept: Array, spec: ScaleSpec) -> Array:

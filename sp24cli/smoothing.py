@@ -57,7 +57,8 @@ def factors(activations: Array, weights: Array, alpha: float) -> Array:
     that is zero in either gets 1. The power is taken to 20 digits and then rounded.
     """
     check_alpha(alpha)
-    share, rest = Decimal(repr(alpha)), 1 - Decimal(repr(alpha))
+    share = Decimal(repr(float(alpha)))
+    rest = 1 - share
 
     def power(x: float, w: float) -> float:
         if not (x and w):

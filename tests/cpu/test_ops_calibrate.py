@@ -26,7 +26,7 @@ from sp24cli.ops import (
 from sp24cli.ops.calibrate import Calibration
 from sp24cli.ops.choose import Choice
 from sp24cli.ops.convert import convert_file
-from sp24cli.optypes import OPERAND_TYPES
+from sp24cli.optypes import OPERAND_TYPES, OperandType
 from sp24cli.scaling import ScaleSpec, make_scales
 from sp24cli.scaling import amax as amax_of
 from sp24cli.smoothing import factors
@@ -154,6 +154,27 @@ def test_the_bytes_do_not_depend_on_workers_or_bands(
         quantize(model, output, kind, how, workers=workers)
         files.add(output.read_bytes())
     assert len(files) == 1
+
+
+@every_kind
+@pytest.mark.parametrize(
+    "optype", [t for t in OPERAND_TYPES.values() if t.scaled], ids=lambda t: t.name
+)
+def test_every_scaled_type(model: Path, tmp_path: Path, kind: str, optype: OperandType) -> None:
+    found = {}
+    for name, rule in RULES.items():
+        how = smooth(model, rule=rule)
+        done = quantize(model, tmp_path / f"{name}.out", kind, how, optype=optype)
+        found[name] = [tensor.snr_db for tensor in done.tensors]
+        report = verify_file(
+            tmp_path / f"{name}.out", model, activations=beside(model, "amax"), device="cpu"
+        )
+        assert report.passed, report.failure
+    assert all(m >= p for m, p in zip(found["mse"], found["amax"], strict=True))
+    if kind == "tensor":
+        done = quantize(model, tmp_path / "delayed", kind, delayed(model), optype=optype)
+        assert all(tensor.clipped for tensor in done.tensors)
+        assert verify_file(tmp_path / "delayed", model, device="cpu").passed
 
 
 @pytest.mark.parametrize("pick", ["max", "most_recent"])
