@@ -71,8 +71,8 @@ def _candidates() -> tuple[float, ...]:
     return tuple(math.ldexp(octave[i % 8], i // 8) for i in range(7, -25, -1))
 
 
-#: 2^(i/8) for i from 7 down to -24. Above 1 nothing is clipped, but codes fall otherwise on
-#: the values; below 1/8 of it more is lost by clipping than any data gained.
+#: 2^(i/8) for i from 7 down to -24. Above 1 nothing is clipped, but the codes fall otherwise on
+#: the values; down to 1/8, which a weight with outliers needs in s8 and none in FP8.
 CANDIDATES = _candidates()
 POWERS = (2.0, 1.0, 0.5, 0.25, 0.125)
 
