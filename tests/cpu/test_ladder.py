@@ -24,6 +24,7 @@ from sp24cli.gpu.device import Device
 from sp24cli.gpu.ladder import FORMS
 from sp24cli.kernels import manifest
 from sp24cli.kernels.manifest import RungEntry
+from sp24cli.optypes import operands
 from sp24cli.verify.result import Check
 from tests.cpu.benchdevice import SETTINGS, KernelPlan, Weight, simulate
 
@@ -78,7 +79,8 @@ class RungWeight:
         self.held = weight.device.alloc(16)
 
     def plan(self, entry, n, x, ldx, out, *, scale_b=None, scale_b_rows=False):
-        chosen = KernelPlan(self.weight, n, entry.out_type, entry.order, entry.name)
+        types = operands(entry.a_type)
+        chosen = KernelPlan(self.weight, n, entry.out_type, entry.order, entry.name, types)
         fault = RungWeight.faults.get(entry.label)
         device = self.weight.device
 
