@@ -299,6 +299,8 @@ class SparseWeight:
             choice = chosen(self.device, problem)
         else:
             found = candidates(name, out_dtype, order, summation, able=True)
+            if self.scale_rows:  # which scales of blocks of rows cannot stand for
+                found = [e for e in found if e.loop_scales != "block"]
             named = [e for e in found if e.name == kernel]
             if not named:
                 raise Sp24Error(

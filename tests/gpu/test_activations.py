@@ -19,7 +19,7 @@ from sp24cli.gpu.activations import gather_columns, quantize_tokens
 from sp24cli.gpu.arrays import DeviceArray
 from sp24cli.gpu.device import Device
 from sp24cli.gpu.matmul import SparseWeight, matmul
-from sp24cli.optypes import OPERAND_TYPES, operand_type
+from sp24cli.optypes import OPERANDS, operand_type
 from sp24cli.packed import PackedMatrix, pack
 from sp24cli.pruning import permute
 from sp24cli.scaling import ScaleSpec
@@ -120,7 +120,7 @@ def assert_close(d: Array, a: Array, b: Array, type_name: str, out: str) -> None
     want = a @ b.T
     comparison = Comparison("product")
     norms = np.sqrt((a * a) @ (b * b).T)
-    bound = element_bound(OPERAND_TYPES[type_name], a.shape[1], norms, out, want)
+    bound = element_bound(OPERANDS[type_name], a.shape[1], norms, out, want)
     comparison.add(d, want, bound)
     assert comparison.check().passed, comparison.check()
 
