@@ -28,6 +28,7 @@ from sp24cli.sparsity import (
 )
 
 CUDA = Path(__file__).parents[2] / "cuda"
+_TARGETS = ("e4m3", "e5m2", "s8", "f16", "bf16")
 _SIZES = {"uint64_t": 8, "int64_t": 8, "int32_t": 4, "uint32_t": 4}
 
 
@@ -55,10 +56,12 @@ def made_manifest() -> manifest.Manifest:
             name, kind, "quantize", a_type, source, 256, 98304 * (kind == "gather"), 32, 0, args
         )
 
-    entries = [entry("scales", "", "e4m3"), *(entry("gather", bits) for bits in ("8", "16", "32"))]
+    entries = [entry("gather", bits) for bits in ("8", "16", "32")]
+    entries += [entry("scales", "", a_type) for a_type in ("e4m3", "e5m2", "s8")]
     for source in ("bf16", "f16", "f32"):
-        entries += [entry("prune", source), entry("amax", source), entry("tokens", source, "e4m3")]
-        entries += [entry("quantize", source, a_type) for a_type in ("e4m3", "f16", "bf16")]
+        entries += [entry("prune", source), entry("amax", source)]
+        entries += [entry("tokens", source, a_type) for a_type in ("e4m3", "e5m2", "s8")]
+        entries += [entry("quantize", source, a_type) for a_type in _TARGETS]
     args = {
         "convert": argument_layout("convert.cuh", "SP24_CONVERT_ARGS"),
         "band_counts": argument_layout("convert.cuh", "SP24_BAND_COUNTS"),
@@ -143,7 +146,7 @@ class ConvertDevice:
             found = memory(args.amax, np.float32, args.count)
             memory(args.scale, np.float32, args.count)[:] = scales_from_amax(found, args.max_finite)
         elif entry.kind == "tokens":
-            _tokens(NUMBER_TYPES[entry.source.upper()], args, grid)
+            _tokens(entry, NUMBER_TYPES[entry.source.upper()], args, grid)
         elif entry.kind == "gather":
             _gather(int(entry.source) // 8, args, grid)
         else:
@@ -154,14 +157,14 @@ class ConvertDevice:
             {"prune": _prune, "amax": _amax, "quantize": _quantize}[entry.kind](entry, source, args)
 
 
-def _tokens(source, args, rows):
+def _tokens(entry, source, args, rows):
     assert not args.vector or (
         args.x % 16 == args.ldx * source.dtype.itemsize % 16 == args.k % 8 == 0
     )
     flat = memory(args.x, source.dtype, (rows - 1) * args.ldx + args.k)
     strides = (args.ldx * flat.itemsize, flat.itemsize)
     x = np.lib.stride_tricks.as_strided(flat, (rows, args.k), strides)
-    tokens = quantize_tokens(x, operand_type("e4m3"), 1)
+    tokens = quantize_tokens(x, operand_type(entry.a_type), 1)
     memory(args.codes, np.uint8, x.shape)[:] = tokens.codes.view(np.uint8)
     memory(args.scale, np.float32, rows)[:] = tokens.scale
 

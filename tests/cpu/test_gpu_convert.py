@@ -79,6 +79,8 @@ def test_prunes_to_the_bytes_and_report_of_the_cpu(
         ("e4m3", ScaleSpec("vector")),
         ("e4m3", ScaleSpec("block", (96, 20))),
         ("e4m3", ScaleSpec("block", (1 << 40, 1 << 40))),
+        ("e5m2", ScaleSpec("tensor")),
+        ("s8", ScaleSpec("vector")),
         ("f16", ScaleSpec("none")),
         ("bf16", ScaleSpec("none")),
     ],

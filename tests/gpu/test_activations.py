@@ -40,10 +40,13 @@ def uploaded(device: Device, array: Array) -> DeviceArray:
     return result
 
 
-def assert_quantized_alike(device: Device, x: Array, on_gpu: Any = None) -> None:
-    codes, scale = quantize_tokens(device, uploaded(device, x) if on_gpu is None else on_gpu)
+def assert_quantized_alike(
+    device: Device, x: Array, on_gpu: Any = None, type_name: str = "e4m3"
+) -> None:
+    given = uploaded(device, x) if on_gpu is None else on_gpu
+    codes, scale = quantize_tokens(device, given, type_name=type_name)
     with np.errstate(all="ignore"):
-        want = on_cpu(x, E4M3, 1)
+        want = on_cpu(x, operand_type(type_name), 1)
     assert want.scale is not None
     assert np.array_equal(codes.numpy().view(np.uint8), want.codes.view(np.uint8))
     assert np.array_equal(scale.numpy().view(np.uint32), want.scale.view(np.uint32))
@@ -51,16 +54,19 @@ def assert_quantized_alike(device: Device, x: Array, on_gpu: Any = None) -> None
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=lambda d: np.dtype(d).name)
 @pytest.mark.parametrize("columns", [1, 4, 64, 2048])
-def test_every_16_bit_value_in_rows_of_every_kind(device: Device, dtype: Any, columns: int) -> None:
+@pytest.mark.parametrize("type_name", ["e4m3", "e5m2", "s8"])
+def test_every_16_bit_value_in_rows_of_every_kind(
+    device: Device, dtype: Any, columns: int, type_name: str
+) -> None:
     """NaN and infinity too: they make their row's scale."""
     every = np.arange(1 << 16, dtype=np.uint16).view(dtype)
-    assert_quantized_alike(device, every.reshape(-1, columns))
+    assert_quantized_alike(device, every.reshape(-1, columns), None, type_name)
     finite = np.where(np.isfinite(every.astype(np.float32)), every, np.zeros(1, dtype))
-    assert_quantized_alike(device, finite.reshape(-1, columns))
+    assert_quantized_alike(device, finite.reshape(-1, columns), None, type_name)
     # Beside small values and large ones, so that each value meets many scales.
     rows = np.tile(finite.reshape(-1, 64), (1, 3))
     rows[:, 0] = np.resize(np.array([0.5, 3, 448, 1000, 6e4], dtype), len(rows))
-    assert_quantized_alike(device, rows)
+    assert_quantized_alike(device, rows, None, type_name)
 
 
 @every_dtype

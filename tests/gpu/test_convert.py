@@ -115,6 +115,20 @@ def test_odd_shapes_are_packed_alike(
 
 
 @every_dtype
+@pytest.mark.parametrize("type_name", ["e5m2", "s8"])
+@pytest.mark.parametrize("scale", ["tensor", "vector", "3x12"])
+def test_odd_shapes_become_other_8_bit_operands_alike(
+    engine: Converter,
+    models: dict[str, Path],
+    tmp_path: Path,
+    dtype: str,
+    type_name: str,
+    scale: str,
+) -> None:
+    compare_packing(engine, models[dtype], tmp_path, type_name, SCALES[scale], "sm90", True)
+
+
+@every_dtype
 @pytest.mark.parametrize("type_name", ["f16", "bf16"])
 @pytest.mark.parametrize("layout", ["row", "sm90"])
 @pytest.mark.parametrize("overflow", ["satfinite", "nan"])
@@ -197,8 +211,15 @@ def largest_steps() -> Array:
     return rows.reshape(len(rows), 256)
 
 
-@pytest.mark.parametrize("overflow", ["satfinite", "nan"])
-@pytest.mark.parametrize("type_name", ["e4m3", "f16", "bf16"])
+@pytest.mark.parametrize(
+    ("type_name", "overflow"),
+    [
+        (name, overflow)
+        for name in ("e4m3", "e5m2", "s8", "f16", "bf16")
+        for overflow in ("satfinite", "nan")
+        if (name, overflow) != ("s8", "nan")
+    ],
+)
 @pytest.mark.parametrize(
     ("dtype", "made"),
     [
@@ -217,12 +238,13 @@ def test_every_value_gets_the_code_of_the_cpu(
     overflow: Overflow,
 ) -> None:
     """Under scales of its own choosing, so that values are clipped and become subnormal too."""
+    optype = OPERAND_TYPES[type_name]
     dense = made()
     model = save(tmp_path / "model", {"a.weight": dense})
-    spec = ScaleSpec("tensor" if type_name == "e4m3" else "none")
+    spec = ScaleSpec("tensor" if optype.scaled else "none")
     info = PackInfo(dense.shape, dtype, type_name, spec, "given", "row", overflow)
     scales: list[Array | None] = [None]
-    if type_name == "e4m3":
+    if optype.scaled:
         scales = [np.array([s], np.float32) for s in (1, 0.37, 3e-5, 1.7e30, 2**-126)]
     with SafetensorsFile(model) as file:
         for scale in scales:

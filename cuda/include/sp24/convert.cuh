@@ -145,18 +145,9 @@ struct source_f32 {
 
 // ---- operand types: how a quotient becomes a code; `store` takes the four codes of two groups ----
 
-struct target_e4m3 {
+struct Target8 {
   static constexpr int kItemBytes = 1;
-  // Values past it round past the largest finite one; the tie goes to that (its mantissa is even).
-  static __device__ __forceinline__ bool is_clipped(float q) { return fabsf(q) > 464.0f; }
-  static __device__ __forceinline__ uint32_t code(float q, bool saturate) {
-    // NaN has one code, whatever its sign.
-    return q != q || (!saturate && is_clipped(q)) ? 0x7Fu : ptx::e4m3_of(q);
-  }
   static __device__ __forceinline__ bool is_zero(uint32_t code) { return !(code & 0x7F); }
-  static __device__ __forceinline__ float value(uint32_t code) {
-    return source_f16::value(ptx::f16_of_e4m3(code));
-  }
   static __device__ __forceinline__ void store(uint8_t* at, const uint32_t (&c)[4], bool aligned,
                                                bool both) {
     const uint32_t low = c[0] | c[1] << 8, high = c[2] | c[3] << 8;
@@ -166,6 +157,45 @@ struct target_e4m3 {
       *reinterpret_cast<uint16_t*>(at) = static_cast<uint16_t>(low);
       if (both) *reinterpret_cast<uint16_t*>(at + 2) = static_cast<uint16_t>(high);
     }
+  }
+};
+
+struct target_e4m3 : Target8 {
+  // Values past it round past the largest finite one; the tie goes to that (its mantissa is even).
+  static __device__ __forceinline__ bool is_clipped(float q) { return fabsf(q) > 464.0f; }
+  static __device__ __forceinline__ uint32_t code(float q, bool saturate) {
+    // NaN has one code, whatever its sign.
+    return q != q || (!saturate && is_clipped(q)) ? 0x7Fu : ptx::e4m3_of(q);
+  }
+  static __device__ __forceinline__ float value(uint32_t code) {
+    return source_f16::value(ptx::f16_of_e4m3(code));
+  }
+};
+
+struct target_e5m2 : Target8 {
+  // Here the tie goes past the end: the largest finite mantissa is odd.
+  static __device__ __forceinline__ bool is_clipped(float q) { return fabsf(q) >= 61440.0f; }
+  static __device__ __forceinline__ uint32_t code(float q, bool saturate) {
+    if (q != q) return 0x7F;
+    // Infinity, with its sign.
+    return !saturate && is_clipped(q) ? (q < 0 ? 0xFCu : 0x7Cu) : ptx::e5m2_of(q);
+  }
+  // The upper byte of an f16.
+  static __device__ __forceinline__ float value(uint32_t code) {
+    return source_f16::value(code << 8);
+  }
+};
+
+struct target_s8 : Target8 {
+  static __device__ __forceinline__ bool is_clipped(float q) { return fabsf(rintf(q)) > 127.0f; }
+  // Two's complement, saturated to -127 to 127 whatever `saturate` says; there is no NaN.
+  static __device__ __forceinline__ uint32_t code(float q, bool) {
+    if (q != q) return 0;
+    return static_cast<uint32_t>(__float2int_rn(fminf(fmaxf(q, -127.0f), 127.0f))) & 0xFFu;
+  }
+  static __device__ __forceinline__ bool is_zero(uint32_t code) { return code == 0; }
+  static __device__ __forceinline__ float value(uint32_t code) {
+    return static_cast<float>(static_cast<int8_t>(code));
   }
 };
 
