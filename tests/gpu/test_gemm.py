@@ -49,6 +49,11 @@ def run(
     return outs[0].T if entry.order == "nm" else outs[0]
 
 
+def weight_scale(entry: manifest.Entry) -> str:
+    """The finest kind of scale beside the loop's: where that is by rows, none is by row."""
+    return "tensor" if entry.loop_scales == "block" else "vector"
+
+
 def assert_close(
     entry: manifest.Entry, d: problems.Array, want: problems.Array, norms: problems.Array, k: int
 ) -> None:
@@ -79,9 +84,7 @@ def test_random_data_with_scales_and_bias(
     device: Device, entry: manifest.Entry, shape: tuple[int, int, int]
 ) -> None:
     m, n, k = shape
-    # Scales of blocks of rows in the loop leave no room for one a row.
-    scale = "tensor" if entry.loop_scales == "block" else "vector"
-    problem = problems.normal(entry.type, m, n, k, scale)
+    problem = problems.normal(entry.type, m, n, k, weight_scale(entry))
     if not entry.scales:
         # Sums of integers as they are, whatever the weight's scales.
         assert np.array_equal(run(device, entry, problem), problem.sums)
@@ -156,7 +159,7 @@ def test_writes_inside_its_rows_alone(device: Device, entry: manifest.Entry) -> 
 
 @EVERY_KERNEL
 def test_tile_order_changes_no_bit(device: Device, entry: manifest.Entry) -> None:
-    problem = problems.normal(entry.type, 2100, 1100, 256)
+    problem = problems.normal(entry.type, 2100, 1100, 256, weight_scale(entry))
     weight = SparseWeight.upload(device, problem.packed)
     x = device.upload(problem.x.view(np.uint8))
     dtype = OUT_DTYPES[entry.out_type]
@@ -191,7 +194,7 @@ def test_a_hundred_runs_give_the_same_bits(
 ) -> None:
     """With one tile a CTA and with several, of random data, whose sums depend on their order."""
     m, n, k = shape
-    problem = problems.normal(entry.type, m, n, k)
+    problem = problems.normal(entry.type, m, n, k, weight_scale(entry))
     weight = SparseWeight.upload(device, problem.packed)
     x = device.upload(problem.x.view(np.uint8))
     plan = weight.plan(n, entry.out_type, entry.order, entry.name)

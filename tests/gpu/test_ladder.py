@@ -168,7 +168,7 @@ def test_a_wrong_index_pair_is_what_is_multiplied(device: Device, rung: RungEntr
     meta[at] ^= 0b1010
     broken = problems.PackedMatrix(row.info, row.values, meta, None, row.scale)
     # Powers of two in the columns of a group: no two pairs of nonzeros give the same.
-    x = np.broadcast_to(2.0 ** (np.arange(256) % 4), (32, 256)).astype(problem.x.dtype)
+    x = np.tile(2.0 ** (np.arange(256) % 4), (32, 1)).astype(problem.x.dtype)
     got = []
     for packed in (row, broken):
         a = packed.dequantize(np.float64)

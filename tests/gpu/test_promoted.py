@@ -171,5 +171,5 @@ def test_precise_is_taken_when_asked_for(device: Device) -> None:
     weight = SparseWeight.upload(device, problems.normal("e4m3", 256, 64, 1024).packed)
     assert weight.plan(64, "bf16").kernel.summation == "fast"
     assert weight.plan(64, "bf16", accumulate="precise").kernel.summation == "precise"
-    with pytest.raises(Sp24Error, match="fast or precise, not 'exact'"):
+    with pytest.raises(Sp24Error, match="fast, precise or f16, not 'exact'"):
         weight.plan(64, "bf16", accumulate="exact")
