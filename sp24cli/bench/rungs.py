@@ -74,8 +74,10 @@ _WIDE = (
     "bytes at once, an eighth of the stores. Scales come by asynchronous copies during the tile."
 )
 _OVERLAPPED = (
-    "Rounded to 16 bits a finished tile takes 64 registers a thread, which fit beside the "
-    "accumulators of the next: it is stored a chunk a step while the tensor cores work."
+    "A side rung: rounded to 16 bits a finished tile takes 64 registers a thread, which fit beside "
+    "the accumulators of the next, so it can be stored a chunk a step while the tensor cores work. "
+    "It paid while stores were scattered and scales were loaded at a tile's end. Now the other "
+    "warpgroup's wgmmas hide a tile's end as well, and the steps that store are the longer ones."
 )
 _ONE_WARP = (
     "The wgmmas alone fill the port of shared memory, so each access beside them lengthens the "

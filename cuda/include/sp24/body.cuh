@@ -123,20 +123,12 @@ __device__ __forceinline__ void consume(const GemmArgs& args, uint32_t shared, u
   const uint32_t chunks =
       shared + offsetof(Shared, chunks) + warpgroup * sizeof(Shared::chunks) / Config::kConsumers;
   const int barrier = kBarriers * warpgroup + 1;
-  Store16<Config> finished;  // the tile before, as far as it is not stored yet
   // One k: the wgmmas of this stage start, and the stage before is released once all but the newest
-  // group are done, that is once it has been read. A chunk of the tile before is stored beside them
-  // (c >= 0); the barrier that turning it needs is the one that gathers the readers.
-  const auto step = [&](int c) {
-    const bool turns = Config::kTurned && c >= 0;
+  // group are done, that is once it has been read.
+  const auto step = [&] {
     multiply(1);
-    if (turns)
-      finished.turn(c, chunks);
-    else if (c >= 0)
-      finished.write(c, args, chunks);
     ptx::wgmma_wait<1>();
-    stages.release(reading, turns);
-    if (turns) finished.write(c, args, chunks);
+    stages.release(reading);
     reading = ring.stage;
     ring.advance();
   };
@@ -150,32 +142,17 @@ __device__ __forceinline__ void consume(const GemmArgs& args, uint32_t shared, u
     multiply(0);
     reading = ring.stage;
     ring.advance();
-    int k = 1;
-    if constexpr (Config::kDeferred) {
-      constexpr int kChunks = Store16<Config>::kChunks;
-      if (share.blocks > kChunks) {
-        // The tile before is stored in the shadow of this one's wgmmas, a chunk a step.
-#pragma unroll
-        for (int c = 0; c < kChunks; ++c) step(c);
-        k += kChunks;
-      } else {
-        finished.store(args, chunks, barrier);
-      }
-    }
-    for (; k < share.blocks; ++k) step(-1);
+    for (int k = 1; k < share.blocks; ++k) step();
     ptx::wgmma_wait<0>();
     stages.release_last(reading);
     if constexpr (Config::kSplit > 1) {
       typename Config::StoredSums sums;
       exchange(acc, sums, share.counts, schedule.more());
       store_tile<Config>(sums, args, scales, chunks, barrier, m0, n0);
-    } else if constexpr (Config::kDeferred) {
-      finished.take(acc, args, scales, m0, n0);
     } else {
       store_tile<Config>(acc, args, scales, chunks, barrier, m0, n0);
     }
   }
-  if constexpr (Config::kDeferred) finished.store(args, chunks, barrier);
 }
 
 // The same where the sums are promoted; K is not split.

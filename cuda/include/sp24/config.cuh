@@ -61,14 +61,16 @@ struct GemmConfig {
   // Registers a thread once the roles are known: the 64K of an SM, shared out again.
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
   static constexpr int kBlockBytes = kBlockValueBytes + Operand::kMetaBytes;
-  // Whether a finished tile is stored while the next is multiplied: its rounded half fits beside
-  // the accumulators.
-  static constexpr bool kDeferred = sizeof(typename Out::Item) == 2 && kTileN >= 128 &&
-                                    kSplit == 1 && Accumulate::kSteps == 0;
   static constexpr int kStoredN = kTileN / kSplit;  // columns of a tile that one part sums and stores
   using StoredSums = typename Operand::Register[kStoredN / 2 / Operand::kPerRegister];
-  // Arrivals that free a stage: of the consumers of this CTA and of the others that B is shared with.
-  static constexpr int kReleases = kConsumers * kCluster;
+  // Whether one warp of a warpgroup waits for stages and gives them back for all four (ring.cuh): where
+  // the wgmmas of a stage take longer than the warps take to agree.
+  // Racecheck does not follow an order through a named barrier to one thread's arrival: there, no.
+  static constexpr bool kGathers = kTileN > 128 && kArrivingLanes == 1;
+  // Arrivals that free a stage: of the consumers of this CTA, or their warps, and of the others that B
+  // is shared with.
+  static constexpr int kReleases =
+      kGathers ? kConsumers * kCluster : 4 * kConsumers * (kArrivingLanes + kCluster - 1);
   // Arrivals that free a slot of the exchange: of a warpgroup's warps in the other parts.
   static constexpr int kExchangeReleases = 4 * kArrivingLanes * (kSplit - 1);
   // Whether chunks of D are turned through shared memory: see Store16.

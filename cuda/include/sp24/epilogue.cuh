@@ -111,9 +111,9 @@ struct TileScales {
   }
 };
 
-// 16-bit output of one warpgroup. `take` rounds the accumulators to words of two neighbours, which
-// frees them for the next tile; chunks of four words a lane may be stored while the next tile is being
-// multiplied.
+// 16-bit output of one warpgroup. `take` rounds the accumulators to words of two neighbours, `store`
+// writes them, a chunk of four words a lane at a time. (Stored beside the next tile's wgmmas, a chunk a
+// step, D was 1 to 2 % slower: the other warpgroup's wgmmas hide it as well, and nothing waits.)
 //
 // Order mn: of a chunk's words, `kChunksN` differ in their group of eight columns and `kChunksH` in
 // their half of the sixteen rows; a transpose within the quad turns them into 16 neighbouring bytes

@@ -24,14 +24,15 @@ struct Ring {
 
 // Where one warpgroup finds a stage's operands, and how it hands the stage back.
 //
-// The first warp waits for stages and gives them back for all four, for the wgmmas fill the port of
-// shared memory and each access beside them lengthens the loop. Its lane c arrives at the barrier of
-// the CTA at place c along M: see `produce` for the two kinds of arrival.
+// With kGathers the first warp waits for stages and gives them back for all four: the wgmmas of wide
+// tiles fill the port of shared memory, and each access beside them lengthens the loop. Else every warp
+// does for itself. Lane c of a warp that gives back arrives at the barrier of the CTA at place c along
+// M: see `produce` for the two kinds of arrival.
 //
-// Order. `has_read` gathers the warps behind their reads of a stage, `has_landed` sends them on once
-// the first has acquired its bytes. A warp that only arrives at a barrier must not come to it again
-// before the phase is over. Stages are awaited and released in turn, so each barrier's next phase lies
-// behind the other's, except at the ends of a sum: its second stage is awaited before one has been
+// Order (kGathers). `has_read` gathers the warps behind their reads of a stage, `has_landed` sends them
+// on once the first has acquired its bytes. A warp that only arrives at a barrier must not come to it
+// again before the phase is over. Stages are awaited and released in turn, so each barrier's next phase
+// lies behind the other's, except at the ends of a sum: its second stage is awaited before one has been
 // released, so at the first all warps wait for each other; and its last two are released in a row, so
 // the last is gathered by the epilogue's barrier, at which all wait.
 template <class Config>
@@ -50,7 +51,7 @@ struct StageReader {
     const int lane = threadIdx.x % 32;
     first_warp = __shfl_sync(0xffffffffu, threadIdx.x % 128 / 32, 0) == 0;
     arrives_there = lane < Config::kCluster && lane != m_rank;
-    arrives_here = lane == m_rank;
+    arrives_here = lane == m_rank || (!Config::kGathers && kArrivingLanes == 32);
     there = ptx::map_to_cta(empty, part * Config::kCluster + (arrives_there ? lane : m_rank));
     const uint32_t a0 = shared + offsetof(Shared, a) + warpgroup * Config::kBlockBytes;
     meta0 = a0 + kBlockValueBytes + (threadIdx.x % 128) * sizeof(Meta);
@@ -60,11 +61,13 @@ struct StageReader {
 
   // The metadata of the ring's stage, once it has landed. `first`: of a sum.
   __device__ __forceinline__ Meta await(const Ring<Config::kStages>& ring, bool first) const {
-    if (first_warp) ptx::mbarrier_wait(full + ring.stage * 8, ring.parity);
-    if (first_warp && !first)
-      ptx::named_barrier_arrive(has_landed, 128);
-    else
-      ptx::named_barrier_sync(has_landed, 128);
+    if (first_warp || !Config::kGathers) ptx::mbarrier_wait(full + ring.stage * 8, ring.parity);
+    if constexpr (Config::kGathers) {
+      if (first_warp && !first)
+        ptx::named_barrier_arrive(has_landed, 128);
+      else
+        ptx::named_barrier_sync(has_landed, 128);
+    }
     return ptx::load_shared<Meta>(meta0 + ring.stage * kStageA);
   }
   // Descriptors of the stage's first step. The second lies 32 bytes further in a row of A and 64 bytes
@@ -76,17 +79,19 @@ struct StageReader {
     return desc_b0 + stage * (kStageB >> 4);
   }
 
-  // This warp has read the stage. `together`: all warps wait for each other there.
-  __device__ __forceinline__ void release(uint32_t stage, bool together = false) const {
-    if (first_warp || together)
-      ptx::named_barrier_sync(has_read, 128);
-    else
-      ptx::named_barrier_arrive(has_read, 128);
+  // This warp has read the stage.
+  __device__ __forceinline__ void release(uint32_t stage) const {
+    if constexpr (Config::kGathers) {
+      if (first_warp)
+        ptx::named_barrier_sync(has_read, 128);
+      else
+        ptx::named_barrier_arrive(has_read, 128);
+    }
     give_back(stage);
   }
   // The same of a sum's last stage.
   __device__ __forceinline__ void release_last(uint32_t stage) const {
-    ptx::named_barrier_sync(epilogue, 128);
+    if constexpr (Config::kGathers) ptx::named_barrier_sync(epilogue, 128);
     give_back(stage);
   }
 
@@ -97,7 +102,8 @@ struct StageReader {
   bool first_warp, arrives_there, arrives_here;
 
   __device__ __forceinline__ void give_back(uint32_t stage) const {
-    if (!first_warp) return;
+    if (Config::kGathers && !first_warp) return;
+    if constexpr (!Config::kGathers) __syncwarp();  // the arriving lanes speak for the reads of all
     if (arrives_here) ptx::mbarrier_arrive(empty + stage * 8);
     if (Config::kCluster > 1 && arrives_there)
       ptx::mbarrier_arrive_relaxed_cluster(there + stage * 8);
