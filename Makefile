@@ -29,8 +29,8 @@ $(VENV)/.stamp: pyproject.toml
 demo: $(ENV) ## download a small real model; prune, quantize and verify all of its linear weights
 	PY="$(PY)" SP24="$(SP24)" bash samples/demo.sh demo
 
-test: $(ENV) ## the tests that need no GPU
-	$(PY) -m pytest tests/cpu -q
+test: $(ENV) ## the tests that need no GPU, JOBS=4 at a time
+	$(PY) -m pytest tests/cpu -q $(if $(JOBS),--numprocesses=$(JOBS))
 
 lint: $(ENV) ## ruff and mypy
 	$(PY) -m ruff check .
@@ -43,7 +43,7 @@ docs: $(ENV) ## write docs/cli.md from the commands' help
 test-gpu: $(ENV) ## the tests on a Hopper GPU, JOBS=8 at a time; fails, never skips, where there is none
 	SP24_REQUIRE_GPU=1 $(PY) -m pytest tests/gpu -q $(if $(JOBS),--numprocesses=$(JOBS) -p no:benchmark)
 
-sanitize: $(ENV) ## every kernel under compute-sanitizer, memcheck and racecheck (GPU, nvcc)
+sanitize: $(ENV) ## every kernel under compute-sanitizer, memcheck and racecheck (GPU, nvcc), JOBS=8 at a time
 	tests/gpu/sanitize.sh "$(PY)"
 
 golden: $(ENV) ## record what a Hopper GPU makes of seeded matrices, for the tests without one
