@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from sp24cli.bench.reading import read_result
+from sp24cli.bench.ladder import LadderResult
+from sp24cli.bench.reading import read_any, read_result
 from sp24cli.bench.result import WgmmaCeiling
 from sp24cli.errors import BadInputError
 from tests.cpu.benchresult import two_cases
@@ -38,8 +39,9 @@ def test_what_was_written_is_read(read):
     "path", sorted((ROOT / "samples/results").glob("*.json")), ids=lambda p: p.name
 )
 def test_the_results_of_the_samples_are_read(path):
-    found = read_result(str(path))
-    assert found.cases
+    found = read_any(str(path))
+    assert found.rows if isinstance(found, LadderResult) else found.cases
+    assert not found.failures
     assert found.environment.gpu.startswith("NVIDIA ")
 
 
