@@ -26,8 +26,8 @@ constexpr int kPrefetchBoxes = 2;
 // all of the cluster that work on the same part of K.
 //
 // Order. A stage is written again only after empty[stage] has completed, that is after every
-// consumer of every CTA that the write reaches has arrived there: its first warp does, behind a
-// barrier that each of its warps reaches when the wgmmas that read the stage have been waited for.
+// consumer of every CTA that the write reaches has arrived there: each of its warps, when it has waited
+// for the wgmmas that read the stage, or the first for all, behind a barrier (ring.cuh).
 // - A and metadata are written by this CTA alone. Its consumers' arrivals release and the wait here
 //   acquires, which orders their metadata loads before the copy; A they read by wgmma, which is over.
 // - B is also written for the other CTAs of the cluster, and there read by wgmma alone. A wgmma that

@@ -24,7 +24,7 @@ constexpr int kArrivingLanes = 32;
 constexpr int kArrivingLanes = 1;
 #endif
 
-// Named barriers of a warpgroup, from 1 on: one of the epilogue, two of the ring (`consume`).
+// Named barriers of a warpgroup, from 1 on: one of the epilogue, two of the ring (ring.cuh).
 constexpr int kBarriers = 3;
 
 // What a split over K needs in shared memory beside the ring; exchange.cuh says how it is used. A
