@@ -499,6 +499,16 @@ def _store(codes: Array, meta: Array, into: PackedMatrix, r: slice, c: slice) ->
 
 def check_structure(packed: PackedMatrix) -> str | None:
     """The first fault of ``packed`` in words, or None: shapes, metadata, scales, padding, codes."""
+    if fault := check_parts(packed):
+        return fault
+    for r in pieces(*packed.shape, BLOCK_ROWS):
+        if fault := check_band(packed, r):
+            return fault
+    return None
+
+
+def check_parts(packed: PackedMatrix) -> str | None:
+    """`check_structure` of all but the rows: of shapes, scales, order and factors."""
     expected = packed.info.parts()
     for name in ("values", "meta", "blocks", "scale", "perm", "smooth"):
         part: Array | None = getattr(packed, name)
@@ -518,13 +528,11 @@ def check_structure(packed: PackedMatrix) -> str | None:
     if packed.smooth is not None and (bad := scaling.find_bad(packed.smooth)) is not None:
         factor = float(packed.smooth[bad])
         return f"smooth {factor} at {list(bad)} is not positive, normal and finite"
-    for r in pieces(*packed.shape, BLOCK_ROWS):
-        if fault := _fault_of_rows(packed, r):
-            return fault
     return None
 
 
-def _fault_of_rows(packed: PackedMatrix, r: slice) -> str | None:
+def check_band(packed: PackedMatrix, r: slice) -> str | None:
+    """`check_structure` of some rows, from a multiple of 64 on."""
     k = packed.shape[1]
     if packed.blocks is not None:
         blocks = packed.blocks[r.start // BLOCK_ROWS : -(-r.stop // BLOCK_ROWS)]

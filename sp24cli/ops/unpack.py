@@ -13,8 +13,7 @@ from sp24cli.errors import BadInputError
 from sp24cli.ops.plan import Sink, copy_tensor, open_sink, tensor_label
 from sp24cli.ops.report import document, scale_text
 from sp24cli.ops.stream import Meter, Progress, bands, default_workers, map_bands
-from sp24cli.pruning import permute
-from sp24cli.scaling import find_bad
+from sp24cli.packed import check_band, check_parts
 
 #: What a dense weight can become, by the name a user gives: safetensors dtypes.
 DENSE_TYPES = {"bf16": "BF16", "f16": "F16", "f32": "F32"}
@@ -64,7 +63,8 @@ def unpack_file(
     columns are divided by (`PackedMatrix.restore`); of ``codes``, ``X.weight_smooth`` stays beside.
 
     Raises:
-        BadInputError: not a packed file, or one that this version does not know.
+        BadInputError: not a packed file, or one that this version does not know, or a weight whose
+            parts cannot be right (`packed.check_structure`), by name and place.
         Sp24Error: the output may not or cannot be written.
     """
     workers = workers or default_workers()
@@ -136,20 +136,17 @@ def _unpack_tensor(
     packed: PackedFile, tensor: UnpackedTensor, sink: Sink, codes: bool, workers: int
 ) -> None:
     matrix = packed.load(tensor.name)
-    if matrix.perm is not None:
-        try:
-            permute.check_order(matrix.perm, matrix.shape[1])
-        except BadInputError as fault:
-            raise BadInputError(f"{tensor_label(packed.file, tensor.name)}: {fault}") from fault
-    if matrix.smooth is not None and (bad := find_bad(matrix.smooth)) is not None:
-        raise BadInputError(
-            f"{tensor_label(packed.file, f'{tensor.name}_smooth')}: factor {matrix.smooth[bad]} at "
-            f"{list(bad)} is not positive, normal and finite"
-        )
+
+    def refuse(fault: str | None) -> None:
+        if fault is not None:
+            raise BadInputError(f"{tensor_label(packed.file, tensor.name)}: {fault}")
+
+    refuse(check_parts(matrix))
     rows, columns = matrix.shape
     dtype = DTYPES[tensor.dtype].numpy
 
     def unpack(start: int, stop: int) -> Array:
+        refuse(check_band(matrix, slice(start, stop)))
         band = matrix.rows(slice(start, stop))
         return band.original_order(band.codes()) if codes else band.restore(dtype)
 

@@ -129,3 +129,26 @@ def test_progress_reaches_the_end_and_no_further(tmp_path: Path, codes: bool) ->
         progress=lambda done, total: seen.append((done, total)),
     )
     assert seen[-1][0] == seen[-1][1]
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "fault"),
+    [
+        ("scale", np.float32(-1), r"scale -1.0 at \[1, 0\] is not positive, normal and finite"),
+        ("scale", np.float32(np.nan), r"scale nan at \[1, 0\] is not positive"),
+        ("meta", np.uint8(0x00), "metadata at row 1, group 0 is no ascending pair"),
+        ("values", np.uint8(0x7F), "value at row 1, kept column 0 is not finite"),
+    ],
+)
+def test_parts_that_cannot_be_right_are_refused(
+    tmp_path: Path, part: str, value: Array, fault: str
+) -> None:
+    """Else a damaged file would become a dense one that looks whole."""
+    tensors, metadata = load(pack(tmp_path, normal(3, (8, 16))))
+    broken = tensors[f"a.weight_{part}"].copy()
+    broken.view(value.dtype)[1, 0] = value
+    tensors[f"a.weight_{part}"] = broken
+    packed = save(tmp_path / "broken", tensors, metadata)
+    with pytest.raises(BadInputError, match=f"a.weight': {fault}"):
+        unpack_file(packed, tmp_path / "dense")
+    assert not (tmp_path / "dense").exists()
