@@ -178,8 +178,10 @@ def patch_energies(values: Array) -> Array:
     patches = _SUM_ELEMENTS // (PATCH_ROWS * max(1, min(cols, TILE_COLUMNS)))
     for part in row_slices(rows, PATCH_ROWS * patches):
         for c in row_slices(cols, TILE_COLUMNS):
-            # Cast first, then compute: a ufunc that casts as it goes is several times slower.
-            squares = widen(values[part, c]).astype(np.float64)
+            # Cast first, then compute: a ufunc that casts as it goes is several times slower. Of a
+            # signalling NaN the cast would warn.
+            with np.errstate(invalid="ignore"):
+                squares = widen(values[part, c]).astype(np.float64)
             sums[patches_of(part, c)] = sum_patches(squares, PATCH_COLUMNS)
     return sums
 

@@ -303,9 +303,7 @@ def test_damaged_factors_are_found(model: Path, tmp_path: Path) -> None:
         assert failure is not None
         assert failure.startswith(f"a.weight: {words}")
         if value != 3:
-            with pytest.raises(
-                BadInputError, match=r"'a.weight_smooth': factor .* at \[7\] is not"
-            ):
+            with pytest.raises(BadInputError, match=r"'a.weight': smooth .* at \[7\] is not"):
                 unpack_file(bad, tmp_path / "no")
     proved = verify_file(bad, model, activations=beside(model, "amax"), device="cpu")
     assert proved.failure is not None

@@ -364,3 +364,10 @@ def test_squares_are_added_up_in_the_order_that_the_gpu_follows(
 def test_the_sum_of_nothing_is_zero() -> None:
     assert fold(patch_energies(np.zeros((0, 8)))) == 0
     assert fold(patch_energies(np.zeros((8, 0)))) == 0
+
+
+def test_a_signalling_nan_is_for_the_caller_to_explain() -> None:
+    """Its cast would warn, and a warning is not the one line of an error."""
+    bits = np.zeros((4, 8), np.uint32)
+    bits[1, 2] = 0x7F800001
+    assert np.isnan(patch_energies(bits.view(np.float32))).all()
