@@ -5,8 +5,8 @@ Every element of D is compared with float64. The bound of an element has two par
 * rounding of the output, ``u·|d|`` with u half an ulp of the output type (and a few float32
   roundings for the scales);
 * the tensor core's sums. Each step cuts its products and the accumulator to a grid g of 2^-13 of
-  the largest of them for FP8 (2^-22 covers 16-bit types, 2^-20 tf32), and by Cauchy-Schwarz no partial
-  sum exceeds ‖a‖·‖b‖.
+  the largest of them for FP8 (2^-22 covers 16-bit types, 2^-20 tf32), and by Cauchy-Schwarz no
+  partial sum exceeds ‖a‖·‖b‖.
 
 For normal data the partial sums are a walk that stays far below that, and the bound is calibrated,
 not derived: ``2^-13·‖a‖·‖b‖·(8·√(64/K) + √(K/8192))``, narrow enough to see one wrong index. On

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 #: Cluster rows a group where neither operand stays in L2, and the most of them that are as good.
 #: What runs together reads 20 KB of A a stage and cluster row, and 32 KB of B a column: least at 10
 #: rows of an H200's 66 clusters. Measured there at 28672x4096x8192: groups of 4 are 7 % slower than
-#: of 8, groups of 33 are 4 % and those of 16 half a percent; at 8192x4096x28672 8, 11 and 16 are one.
+#: of 8, groups of 33 are 4 %, those of 16 half a percent; at 8192x4096x28672 8, 11 and 16 differ in
+#: nothing.
 RASTER, RASTER_MOST = 8, 16
 
 
