@@ -25,3 +25,9 @@ class NoGpuError(Sp24Error):
     """No usable Hopper GPU, driver or kernel; the message says which is missing."""
 
     exit_code = 5
+
+
+class Interrupted(Sp24Error):
+    """The user stopped it. 128 and the number of the signal, as shells have it."""
+
+    exit_code = 130

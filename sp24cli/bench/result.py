@@ -10,6 +10,7 @@ from typing import Any
 from sp24cli.bench.candidates import Role
 from sp24cli.bench.rates import Shape
 from sp24cli.bench.statistics import Settings
+from sp24cli.errors import Interrupted
 from sp24cli.ops.report import document
 from sp24cli.verify.result import Check
 
@@ -147,6 +148,11 @@ class Failure:
     shape: Shape
     message: str
     exit_code: int
+
+
+def interrupted(shape: Shape) -> Failure:
+    """The case at which the user stopped a run."""
+    return Failure(shape, "interrupted", Interrupted.exit_code)
 
 
 @dataclass(frozen=True)

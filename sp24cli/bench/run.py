@@ -39,6 +39,7 @@ from sp24cli.bench.result import (
     Progress,
     Row,
     WgmmaCeiling,
+    interrupted,
 )
 from sp24cli.bench.statistics import rotation
 from sp24cli.errors import Sp24Error
@@ -77,7 +78,7 @@ def run(
     """Verify and time every case of ``plan``; ``finished`` gets each result as it comes.
 
     A case whose product is wrong is not timed; it and any other that fails are in the result's
-    ``failures``, and the rest go on.
+    ``failures``, and the rest go on. So is the one that was interrupted, after which none goes on.
     """
     say = progress or (lambda text: None)
     timer = DeviceTimer(device, telemetry)
@@ -104,6 +105,11 @@ def run(
                 result = _run_case(bench, case, _prefixed(say, head))
             except Sp24Error as error:
                 failures.append(Failure(case.shape, str(error), error.exit_code))
+            except KeyboardInterrupt:
+                if not cases:
+                    raise
+                failures.append(interrupted(case.shape))
+                break
             else:
                 cases.append(result)
                 if finished is not None:

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from sp24cli.cli import climb, console
 from sp24cli.cli.options import quiet_option, workers_option
-from sp24cli.errors import Sp24Error, VerificationError
+from sp24cli.errors import Interrupted, Sp24Error, VerificationError
 
 if TYPE_CHECKING:
     from sp24cli.bench.ladder import LadderPlan, LadderResult
@@ -338,8 +338,8 @@ def bench(
 def _raise_worst(failures: tuple[Failure, ...]) -> None:
     if failures:
         worst = max(failures, key=lambda failure: failure.exit_code)
-        wrong = worst.exit_code == VerificationError.exit_code
-        raise (VerificationError if wrong else Sp24Error)(worst.message)
+        kinds = {kind.exit_code: kind for kind in (VerificationError, Interrupted)}
+        raise kinds.get(worst.exit_code, Sp24Error)(worst.message)
 
 
 def _climb(plan: LadderPlan, device: Device, quiet: bool) -> LadderResult:

@@ -13,17 +13,11 @@ import click
 
 from sp24cli import __version__
 from sp24cli.cli import console
-from sp24cli.errors import Sp24Error
+from sp24cli.errors import Interrupted, Sp24Error
 
 #: Commands in the order of use; each is the attribute of that name in ``sp24cli.cli.<name>``.
 #: They are imported when asked for: `sp24 --version` need not load numpy.
 COMMANDS = ("prune", "quantize", "verify", "bench", "inspect", "unpack", "convert")
-
-
-class Interrupted(Sp24Error):
-    """Ctrl-C, as click must not see it: it would answer with an empty line."""
-
-    exit_code = 130
 
 
 class LazyGroup(click.Group):
@@ -33,6 +27,7 @@ class LazyGroup(click.Group):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
+            # Click must not see it: it would answer with an empty line.
             raise Interrupted("interrupted") from None
 
     def list_commands(self, ctx: click.Context) -> list[str]:

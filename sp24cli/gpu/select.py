@@ -32,12 +32,14 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 
-#: SM cycles of a stage, by tile N, as far as they rank the tiles: rough values, from single timings
-#: of large shapes on an H200. What --tune measures goes before them.
-_STEP_CYCLES = {256: 640, 192: 600, 128: 464, 64: 384, 16: 300}
+#: SM cycles per cycle that the wgmmas of a stage fill the read port of shared memory, and bytes a
+#: cycle that an SM gets from L2 beside others. Source: single timings on an H200, which rank
+#: the tiles so.
+_PORT_CYCLES, _L2_BYTES = 1.13, 43
 
-#: SM cycles that a tile split over K takes to put its parts together, roughly: not measured.
-_EXCHANGE_CYCLES = 2500
+#: SM cycles that a tile takes beyond its stages, a column that its CTA stores, and to put the parts
+#: of a tile together that is split over K. Source: clock reads on an H200 (cuda/README.md).
+_COLUMN_CYCLES, _EXCHANGE_CYCLES = 14, 2000
 
 #: The share of the SMs that clusters of so many CTAs find in whole processor clusters. Source: the
 #: occupancy query on an H200, 30 clusters of 4 on 132 SMs.
@@ -117,6 +119,17 @@ def cta_tiles(entry: Entry | RungEntry, m: int, n: int) -> int:
     return -(-m // (entry.tile_m * entry.cluster)) * entry.cluster_ctas * -(-n // entry.tile_n)
 
 
+def step_cycles(entry: Entry) -> float:
+    """SM cycles of a stage: those of its wgmmas or of its bytes, whichever are more, and a little
+    above where both are alike."""
+    # The port reads 128 bytes a cycle: of B a row, of A 32 times 128 bytes, for each warpgroup.
+    port = _PORT_CYCLES * entry.consumers * (entry.tile_n + 32)
+    copied = entry.consumers * entry.block_bytes + entry.box_rows_b * entry.box_bytes_b
+    load = copied / _L2_BYTES
+    most, least = max(port, load), min(port, load)
+    return float(most * (1 + (least / most) ** 8) ** (1 / 8))
+
+
 def model_cycles(entry: Entry, m: int, n: int, k: int, sm_count: int) -> int:
     """SM cycles of a product: the rounds of tiles over the SMs times a tile's cycles.
 
@@ -126,10 +139,9 @@ def model_cycles(entry: Entry, m: int, n: int, k: int, sm_count: int) -> int:
     """
     usable = int(sm_count * _CLUSTER_SHARE.get(entry.cluster_ctas, 1))
     rounds = -(-cta_tiles(entry, m, n) // usable)
-    # A tile that was never measured counts as the next larger one that was.
-    step = min((n for n in _STEP_CYCLES if n >= entry.tile_n), default=max(_STEP_CYCLES))
     stages = -(-max(k, 1) // (entry.tile_k * entry.split))
-    return rounds * (stages * _STEP_CYCLES[step] + (entry.split > 1) * _EXCHANGE_CYCLES)
+    end = _COLUMN_CYCLES * entry.tile_n // entry.split + (entry.split > 1) * _EXCHANGE_CYCLES
+    return rounds * (round(stages * step_cycles(entry)) + end)
 
 
 def select(

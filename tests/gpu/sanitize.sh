@@ -19,12 +19,12 @@ for tool in "$@"; do
       "$python" cuda/build.py --racecheck --output "$kernels"
     fi
   fi
-  SP24_KERNELS=$kernels SP24_REQUIRE_GPU=1 compute-sanitizer --tool "$tool" --error-exitcode 99 \
+  SP24_KERNELS=$kernels SP24_REQUIRE_GPU=1 SP24_RUNS=1 compute-sanitizer --tool "$tool" --error-exitcode 99 \
     --target-processes all "$python" -m pytest tests/gpu/test_gemm.py tests/gpu/test_pack.py \
     tests/gpu/test_ladder.py tests/gpu/test_tune.py tests/gpu/test_promoted.py \
-    tests/gpu/test_convert.py tests/gpu/test_activations.py -q -p no:cacheprovider \
-    ${JOBS:+--numprocesses=$JOBS -p no:benchmark} \
-    -k "((small_integers and (192x256x1280 or 65x300x1412)) or image or number_of_blocks or \
+    tests/gpu/test_convert.py tests/gpu/test_activations.py -q -p no:cacheprovider --maxfail=20 \
+    ${JOBS:+--numprocesses=$JOBS --dist=loadgroup -p no:benchmark} \
+    -k "((small_integers and (192x256x1280 or 65x300x1412)) or image or (number_of_blocks and (bf16_nm or f32_mn)) or \
     (tile_order and f32_mn and (_k2 or _k4)) or sum_the_same_numbers or \
     (every_blocks and 300x230x1412) or odd_shapes_are_pruned or (odd_shapes_are_packed and 3x12) or \
     gather or test_shapes)${ONLY:+ and ($ONLY)}"

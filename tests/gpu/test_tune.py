@@ -69,7 +69,9 @@ def test_what_was_tuned_is_used(
     cases = plan_shapes((Shape(1000, 40, 2048),), "e4m3", workers=2)
     result = tune(BenchPlan(cases, order), device)
     (case,) = result.cases
-    assert set(case.measured.times) == {e.name for e in candidates("e4m3", "bf16", order)}
+    # Of those that there are, the ones that the model does not rule out.
+    assert set(case.measured.times) < {e.name for e in candidates("e4m3", "bf16", order)}
+    assert len(case.measured.times) > 3
     assert all(0.5 < us < 1000.0 for us in case.measured.times.values())
     path = choices.cache_path(device.uuid, manifest.load().sha256)
     assert path is not None

@@ -22,6 +22,50 @@ namespace sp24 {
 // Boxes of B that a CTA prefetches at most.
 constexpr int kPrefetchBoxes = 2;
 
+// Where the blocks of a tile's rows lie in the image of A, each step one further.
+template <class Config>
+struct BlocksA {
+  const uint8_t* at[Config::kConsumers];
+
+  __device__ __forceinline__ BlocksA(const GemmArgs& args, int m0, int k) {
+    const uint8_t* a = reinterpret_cast<const uint8_t*>(args.a);
+#pragma unroll
+    for (int w = 0; w < Config::kConsumers; ++w) {
+      // Blocks past the last are never stored: read the last again instead of beyond the image.
+      const int block = min(m0 / kBlockRows + w, args.m_blocks - 1);
+      at[w] = a + (int64_t{block} * args.k_blocks + k) * Config::kBlockBytes;
+    }
+  }
+  // Tells a free stage what it will hold, and asks for its A.
+  __device__ __forceinline__ void fill(uint32_t shared, int stage, uint64_t policy) {
+    using Shared = typename Config::Shared;
+    const uint32_t full = shared + offsetof(Shared, full) + stage * 8;
+    const uint32_t to =
+        shared + offsetof(Shared, a) + stage * Config::kConsumers * Config::kBlockBytes;
+    ptx::mbarrier_arrive_expect_tx(full, Config::kStageBytes);
+#pragma unroll
+    for (int w = 0; w < Config::kConsumers; ++w) {
+      ptx::bulk_copy(to + w * Config::kBlockBytes, at[w], Config::kBlockBytes, full, policy);
+      at[w] += Config::kBlockBytes;
+    }
+  }
+};
+
+// One thread. Asks for A of the first round of the ring, while the kernel before may still run: of
+// what it leaves behind A is no part. It is no matter which comes first, this or what `produce`
+// brings of B: a stage is full once it has been told what to hold and holds it.
+template <class Config>
+__device__ __forceinline__ void fill_first_round(const GemmArgs& args, uint32_t shared,
+                                                 uint32_t m_rank, int part) {
+  Schedule<Config> schedule(args);
+  const KShare<Config> share(args, part);
+  int m0, n0;
+  if (!schedule.next(m_rank, m0, n0)) return;
+  BlocksA<Config> blocks(args, m0, share.first);
+  const uint64_t policy = ptx::l2_policy(args.read_once & 1);
+  for (int s = 0; s < min(share.blocks, Config::kStages); ++s) blocks.fill(shared, s, policy);
+}
+
 // One thread. Fills stages: each consumer's block of A for this CTA, and this CTA's share of B for
 // all of the cluster that work on the same part of K.
 //
@@ -38,8 +82,6 @@ template <class Config>
 __device__ __forceinline__ void produce(const CUtensorMap* map_b, const GemmArgs& args,
                                         uint32_t shared, uint32_t m_rank, int part) {
   using Shared = typename Config::Shared;
-  const uint8_t* a = reinterpret_cast<const uint8_t*>(args.a);
-  const int64_t row_bytes = int64_t{args.k_blocks} * Config::kBlockBytes;
   Ring<Config::kStages> ring;
   Schedule<Config> schedule(args);
   const KShare<Config> share(args, part);
@@ -53,29 +95,19 @@ __device__ __forceinline__ void produce(const CUtensorMap* map_b, const GemmArgs
   if (boxes <= kPrefetchBoxes * gridDim.x)
     for (int box = blockIdx.x; box < boxes; box += gridDim.x)
       ptx::tensor_prefetch(map_b, box / boxes_n * kRowBytesB, box % boxes_n * Config::kBoxRowsB);
+  int first_round = Config::kFillsEarly ? min(share.blocks, Config::kStages) : 0;  // what is left of it
   for (int m0, n0; schedule.next(m_rank, m0, n0);) {
-    const uint8_t* blocks[Config::kConsumers];
-#pragma unroll
-    for (int w = 0; w < Config::kConsumers; ++w) {
-      // Blocks past the last are never stored: read the last again instead of beyond the image.
-      const int block = min(m0 / kBlockRows + w, args.m_blocks - 1);
-      blocks[w] = a + block * row_bytes + share.first * Config::kBlockBytes;
-    }
+    BlocksA<Config> blocks(args, m0, share.first + first_round);
 #pragma unroll 1
     for (int k = share.first; k < share.first + share.blocks; ++k) {
-      const uint32_t full = shared + offsetof(Shared, full) + ring.stage * 8;
-      const uint32_t empty = shared + offsetof(Shared, empty) + ring.stage * 8;
-      // The first round finds the barrier fresh: the phase before its first counts as complete.
-      ptx::mbarrier_wait(empty, ring.parity ^ 1);
-      ptx::mbarrier_arrive_expect_tx(full, Config::kStageBytes);
-      const uint32_t stage_a =
-          shared + offsetof(Shared, a) + ring.stage * Config::kConsumers * Config::kBlockBytes;
-#pragma unroll
-      for (int w = 0; w < Config::kConsumers; ++w) {
-        ptx::bulk_copy(stage_a + w * Config::kBlockBytes, blocks[w], Config::kBlockBytes, full,
-                       policy_a);
-        blocks[w] += Config::kBlockBytes;
+      if (first_round > 0) {
+        --first_round;
+      } else {
+        // The first round finds the barrier fresh: the phase before its first counts as complete.
+        ptx::mbarrier_wait(shared + offsetof(Shared, empty) + ring.stage * 8, ring.parity ^ 1);
+        blocks.fill(shared, ring.stage, policy_a);
       }
+      const uint32_t full = shared + offsetof(Shared, full) + ring.stage * 8;
       const uint32_t stage_b = shared + offsetof(Shared, b) +
                                (ring.stage * Config::kTileN + m_rank * Config::kBoxRowsB) *
                                    kRowBytesB;
@@ -90,6 +122,14 @@ __device__ __forceinline__ void produce(const CUtensorMap* map_b, const GemmArgs
       ring.advance();
     }
   }
+  // What the cluster's other CTAs send here must find this CTA's shared memory still there: it ends
+  // when every stage has been given back by all. (Their bytes have landed before that; of an exchange,
+  // before this CTA's consumers ended.)
+  if constexpr (Config::kCluster > 1)
+    for (int s = 0; s < Config::kStages; ++s) {
+      ptx::mbarrier_wait(shared + offsetof(Shared, empty) + ring.stage * 8, ring.parity ^ 1);
+      ring.advance();
+    }
 }
 
 // One warpgroup: 64 rows of the tile, over one part of K.
@@ -204,7 +244,10 @@ __device__ __forceinline__ void gemm(const CUtensorMap& map_b, const GemmArgs& a
     ptx::prefetch_tensor_map(&map_b);
   }
   // No CTA may copy into, or arrive at, another's shared memory before its barriers stand.
-  ptx::cluster_sync();
+  if constexpr (Config::kClusterCtas > 1)
+    ptx::cluster_sync_barriers();
+  else
+    __syncthreads();
 
   ptx::launch_dependents();
 
@@ -212,6 +255,9 @@ __device__ __forceinline__ void gemm(const CUtensorMap& map_b, const GemmArgs& a
     ptx::set_registers_down<Config::kProducerRegisters>();
     if (warp == 4 * Config::kConsumers && ptx::elect_one())
       produce<Config>(&map_b, args, shared, m_rank, part);
+    if constexpr (Config::kFillsEarly)
+      if (warp == 4 * Config::kConsumers + 3 && ptx::elect_one())
+        fill_first_round<Config>(args, shared, m_rank, part);
     if constexpr (Config::kScaledInLoop) {
       if (warp == 4 * Config::kConsumers + 1) load_scales<Config, true>(args, shared, m_rank);
       if (warp == 4 * Config::kConsumers + 2) load_scales<Config, false>(args, shared, m_rank);
@@ -224,8 +270,6 @@ __device__ __forceinline__ void gemm(const CUtensorMap& map_b, const GemmArgs& a
     else
       consume<Config>(args, shared, m_rank, part, warp / 4);
   }
-  // A CTA's shared memory must outlive the copies and arrivals that its cluster sends to it.
-  ptx::cluster_sync();
 }
 
 }  // namespace sp24

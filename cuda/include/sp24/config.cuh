@@ -58,8 +58,9 @@ struct GemmConfig {
   static constexpr int kTileM = kConsumers * kBlockRows;
   static constexpr int kTileK = kRowBytesB / Operand::kItemBytes;  // logical K of a stage
   static constexpr int kThreads = (kConsumers + 1) * 128;          // the last warpgroup produces
-  // Registers a thread once the roles are known: the 64K of an SM, shared out again.
-  static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+  // Registers a thread once the roles are known: what the launch gave an SM's threads, shared out again.
+  static constexpr int kProducerRegisters = 40;
+  static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : kConsumers == 3 ? 152 : 104;
   static constexpr int kBlockBytes = kBlockValueBytes + Operand::kMetaBytes;
   static constexpr int kStoredN = kTileN / kSplit;  // columns of a tile that one part sums and stores
   using StoredSums = typename Operand::Register[kStoredN / 2 / Operand::kPerRegister];
@@ -67,6 +68,9 @@ struct GemmConfig {
   // the wgmmas of a stage take longer than the warps take to agree.
   // Racecheck does not follow an order through a named barrier to one thread's arrival: there, no.
   static constexpr bool kGathers = kTileN > 128 && kArrivingLanes == 1;
+  // Whether A of the first round is asked for before the kernel before has ended (fill_first_round):
+  // where memory sets the pace. Wide tiles were 0 to 1 % slower for it.
+  static constexpr bool kFillsEarly = kTileN <= 128;
   // Arrivals that free a stage: of the consumers of this CTA, or their warps, and of the others that B
   // is shared with.
   static constexpr int kReleases =
@@ -90,7 +94,8 @@ struct GemmConfig {
   static constexpr int kPromoteK = Accumulate::kSteps * kTileK / 2;
 
   static_assert(kScaleSlotBytes % 16 == 0, "scales of columns are read by 16 bytes");
-  static_assert(kConsumers == 2, "232 registers a consumer thread and 40 a producer's fill the SM");
+  static_assert(kConsumers == 2 || (kConsumers <= 4 && kTileN <= 128 && !kPromoted),
+                "a consumer thread's registers hold its accumulators");
   static_assert(kTileN % 8 == 0 && kTileN <= 256, "what wgmma multiplies");
   static_assert(kStoredN == 8 || kStoredN % 16 == 0, "an epilogue chunk is 16 columns wide");
   static_assert(kSplit == 1 || std::is_same_v<typename Operand::Register, float>,

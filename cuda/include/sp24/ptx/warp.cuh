@@ -115,6 +115,15 @@ __device__ __forceinline__ void cluster_sync() {
           : "memory");
 }
 
+// The same where nothing was written before it but barriers, behind `fence_mbarrier_init`: without the
+// release, which waits for memory.
+__device__ __forceinline__ void cluster_sync_barriers() {
+  asm volatile(
+      "barrier.cluster.arrive.relaxed.aligned;\n"
+      "barrier.cluster.wait.acquire.aligned;\n" ::
+          : "memory");
+}
+
 // Programmatic dependent launch (PTX ISA, "griddepcontrol"): lets the next kernel of the stream take
 // the place of CTAs that have ended, and waits until the kernels before have ended and their writes
 // can be seen. Both do nothing in a launch without the attribute.
