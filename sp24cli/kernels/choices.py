@@ -78,8 +78,10 @@ def to_text(tables: Iterable[Table]) -> str:
     """The JSON document, a line a problem so that a change of one is a small difference."""
 
     def row(measured: Measured) -> str:
-        times = dict(sorted(measured.times.items(), key=lambda item: (item[1], item[0])))
-        kernel = measured.kernel
+        # Nanoseconds: finer is noise.
+        times = {name: round(us, 3) for name, us in measured.times.items()}
+        times = dict(sorted(times.items(), key=lambda item: (item[1], item[0])))
+        kernel = next(iter(times))
         us = times.pop(kernel)
         problem = dict(vars(measured.problem))
         if problem["summation"] == "fast":

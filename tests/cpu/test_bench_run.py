@@ -68,6 +68,24 @@ def test_ours_alone(device, order, type_name, scale, out):
     assert not device.buffers, "device memory leaked"
 
 
+def test_an_interrupted_run_keeps_what_it_has(device, monkeypatch):
+    random_tokens = plan.random_tokens
+
+    def interrupt(n, *rest):
+        if n == 48:
+            raise KeyboardInterrupt
+        return random_tokens(n, *rest)
+
+    monkeypatch.setattr(plan, "random_tokens", interrupt)
+    result = run(device, [Shape(128, n, 256) for n in (16, 32, 48, 64)])
+    assert [case.shape.n for case in result.cases] == [16, 32]
+    (failure,) = result.failures
+    assert (failure.shape.n, failure.message, failure.exit_code) == (48, "interrupted", 130)
+    assert not device.buffers
+    with pytest.raises(KeyboardInterrupt):
+        run(device, [Shape(128, 48, 256)])
+
+
 #: A type, B type, sum and output, and the name and output that they have in a result.
 NEW_TYPES = [
     ({"type_name": "e4m3", "b_type": "e5m2"}, "e4m3_e5m2", "bf16"),

@@ -218,6 +218,21 @@ class TestCommand:
         assert sp24([*self.ARGUMENTS, "--json", "-"]) == 0
         assert choices.from_text(capsys.readouterr().out, "")[0].measured[1].problem.n == 48
 
+    @pytest.mark.parametrize("done", [0, 1])
+    def test_what_was_measured_before_an_interruption_is_kept(self, capsys, monkeypatch, done):
+        random_tokens = plan.random_tokens
+
+        def interrupt(n, *rest):
+            if n == SHAPES[done].n:
+                raise KeyboardInterrupt
+            return random_tokens(n, *rest)
+
+        monkeypatch.setattr(plan, "random_tokens", interrupt)
+        assert sp24([*self.ARGUMENTS, "--quiet"]) == 130
+        assert capsys.readouterr().err == "sp24: error: interrupted\n"
+        kept = choices.read_cache(self.path)
+        assert [row.problem for row in kept.measured] == PROBLEMS[:1] if done else kept is None
+
     def test_an_unreadable_cache_is_replaced_with_a_warning(self, capsys):
         self.path.parent.mkdir(parents=True)
         self.path.write_text("{")

@@ -87,8 +87,11 @@ struct RungConfig {
       kValueBytes + (kImage ? Operand::kMetaBytes : kTensorMetaBytes);
   static constexpr int kSwizzle = kImage ? 64 : 64 * kPanels;  // of A, bytes
   static constexpr int kBoxRowsB = kTileN / kCluster;
-  static constexpr bool kByWarp = kRelease == ladder::Release::by_warp;
-  static constexpr bool kFirstWarp = kRelease == ladder::Release::first_warp;
+  // For racecheck every warp speaks for itself, see GemmConfig::kGathers.
+  static constexpr bool kFirstWarp =
+      kRelease == ladder::Release::first_warp && kArrivingLanes == 1;
+  static constexpr bool kByWarp = kRelease == ladder::Release::by_warp ||
+                                  (kRelease == ladder::Release::first_warp && !kFirstWarp);
   static constexpr int kReleases =
       kByWarp ? 4 * kConsumers * (kArrivingLanes + kCluster - 1) : kConsumers * kCluster;
 
