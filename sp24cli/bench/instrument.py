@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -139,6 +140,11 @@ class _Prepared:
     launches: int
     graph_ms: float
 
+    @property
+    def us(self) -> float:
+        """Of one product."""
+        return 1000.0 * self.graph_ms / self.launches
+
 
 @dataclass(frozen=True)
 class _Run:
@@ -190,22 +196,26 @@ class Instrument:
             _combine(of_one, ready.launches) for of_one, ready in zip(runs, prepared, strict=True)
         ]
 
-    def quick_us(self, work: Work, repeats: int = 5) -> float:
+    def quick_us(self, work: Work, repeats: int = 5, hopeless_us: float = math.inf) -> float:
         """A rough time of one product, microseconds, to rank many candidates: the least of
-        ``repeats`` graphs on a warm chip."""
-        ready = self._prepare(work)
-        times = [self._time(ready.graph) for _ in range(repeats)]
+        ``repeats`` graphs on a warm chip. One that takes more than ``hopeless_us`` at first is
+        not repeated."""
+        ready = self._prepare(work, hopeless_us)
+        times = [ready.graph_ms]
+        if ready.us <= hopeless_us:
+            times = [self._time(ready.graph) for _ in range(repeats)]
         return 1000.0 * min(times) / ready.launches
 
-    def _prepare(self, work: Work) -> _Prepared:
-        """A graph long enough, found by measuring shorter ones. Leaves the chip warm."""
+    def _prepare(self, work: Work, hopeless_us: float = math.inf) -> _Prepared:
+        """A graph long enough, found by measuring shorter ones; a short one of a product that
+        takes more than ``hopeless_us``. Leaves the chip warm."""
         for slot in range(work.slots):
             work.enqueue(slot)  # loads modules, which a capture must not
         self._timer.synchronize()
         launches = work.slots
         for _ in range(4):
             ready = self._capture(work, launches)
-            if ready.graph_ms >= 0.9 * self.settings.graph_ms:
+            if ready.graph_ms >= 0.9 * self.settings.graph_ms or ready.us > hopeless_us:
                 break
             enough = launches_for(ready.graph_ms / launches, work.slots, self.settings.graph_ms)
             launches = max(enough, launches + work.slots)

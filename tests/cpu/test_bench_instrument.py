@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -220,6 +221,17 @@ def test_quick_ranking_orders_by_time():
     instrument = Instrument(chip, Settings(), clock=chip.clock, sleep=chip.sleep)
     times = [instrument.quick_us(Simulated(chip, "x", ms, slots=2)) for ms in (0.3, 0.1, 0.2)]
     assert times[1] < times[2] < times[0]
+
+
+def test_quick_ranking_spends_little_on_the_hopeless():
+    spent = {}
+    for limit in (math.inf, 150.0, 100.0):
+        chip = Chip()
+        instrument = Instrument(chip, Settings(), clock=chip.clock, sleep=chip.sleep)
+        us = instrument.quick_us(Simulated(chip, "x", 0.12, slots=2), hopeless_us=limit)
+        assert us == pytest.approx(120.0)
+        spent[limit] = chip.clock()
+    assert spent[math.inf] == spent[150.0] > 4 * spent[100.0]
 
 
 def test_progress_counts_the_runs():
