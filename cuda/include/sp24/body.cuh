@@ -16,6 +16,7 @@
 #include "sp24/ptx/wgmma_sp.cuh"
 #include "sp24/ring.cuh"
 #include "sp24/schedule.cuh"
+#include "sp24/widen.cuh"
 
 namespace sp24 {
 
@@ -267,6 +268,8 @@ __device__ __forceinline__ void gemm(const CUtensorMap& map_b, const GemmArgs& a
     ptx::set_registers_up<Config::kConsumerRegisters>();
     if constexpr (Config::kPromoted)
       consume_promoted<Config>(args, shared, m_rank, warp / 4);
+    else if constexpr (Config::Operand::kWidened)
+      consume_widened<Config>(args, shared, m_rank, warp / 4);
     else
       consume<Config>(args, shared, m_rank, part, warp / 4);
   }

@@ -39,7 +39,7 @@ struct CeilingConfig {
 
   struct alignas(1024) Shared {
     uint8_t b[kStages][kTileN * kRowBytesB];
-    uint8_t a[kStages][kConsumers][kBlockValueBytes];
+    uint8_t a[kStages][kConsumers][Operand::kBlockValueBytes];
   };
   static_assert(kTileStages % kStages == 0, "a sum is whole rounds of the stages");
 };
@@ -101,8 +101,8 @@ __device__ __forceinline__ void ceiling(const CeilingArgs& args) {
   __syncthreads();
 
   const int warpgroup = threadIdx.x / 128, lane = threadIdx.x % 32, q = lane & 3;
-  const uint32_t a0 = shared + offsetof(Shared, a) + warpgroup * kBlockValueBytes;
-  constexpr uint32_t kStageA = Config::kConsumers * kBlockValueBytes;
+  const uint32_t a0 = shared + offsetof(Shared, a) + warpgroup * Operand::kBlockValueBytes;
+  constexpr uint32_t kStageA = Config::kConsumers * Operand::kBlockValueBytes;
   constexpr uint32_t kStageB = Config::kTileN * kRowBytesB;
   const uint64_t desc_a0 = ptx::descriptor<2, 512>(a0);
   const uint64_t desc_b0 = ptx::descriptor<1, 1024>(shared + offsetof(Shared, b));
@@ -142,7 +142,7 @@ __device__ __forceinline__ void ceiling(const CeilingArgs& args) {
         Mma::template issue<Operand::kSelector1>(acc, desc_a + (32 >> 4), desc_b + (64 >> 4),
                                                  meta[s][1], 1);
       } else {
-        using Mma = ptx::WgmmaSpRegisters<Operand>;
+        using Mma = ptx::WgmmaSpRegisters<Operand, Config::kTileN>;
         Mma::template issue<0>(acc, a[s][0], desc_b, meta[s][0], s > 0 ? 1 : accumulate);
         Mma::template issue<Operand::kSelector1>(acc, a[s][1], desc_b + (64 >> 4), meta[s][1], 1);
       }

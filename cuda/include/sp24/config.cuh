@@ -11,7 +11,6 @@ namespace sp24 {
 enum class Order { mn, nm };  // D as M x N, or as N x M
 
 constexpr int kBlockRows = 64;       // M of one wgmma
-constexpr int kBlockValueBytes = 4096;  // 64 rows of 64 bytes
 constexpr int kRowBytesB = 128;      // bytes of a row of B against one block: one swizzle span
 
 // Lanes of a warp that arrive for it at a barrier of another CTA once it has read what came from there.
@@ -61,7 +60,8 @@ struct GemmConfig {
   // Registers a thread once the roles are known: what the launch gave an SM's threads, shared out again.
   static constexpr int kProducerRegisters = 40;
   static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : kConsumers == 3 ? 152 : 104;
-  static constexpr int kBlockBytes = kBlockValueBytes + Operand::kMetaBytes;
+  static constexpr int kBlockBytes =
+      Operand::kBlockValueBytes + Operand::kMetaBytes + Operand::kBlockScaleBytes;
   static constexpr int kStoredN = kTileN / kSplit;  // columns of a tile that one part sums and stores
   using StoredSums = typename Operand::Register[kStoredN / 2 / Operand::kPerRegister];
   // Whether one warp of a warpgroup waits for stages and gives them back for all four (ring.cuh): where
@@ -102,7 +102,9 @@ struct GemmConfig {
                 "parts of K exchange sums in f32");
   static_assert(kTileN % kSplit == 0 && kStoredN % 8 == 0, "a message is four sums a thread");
   static_assert(kCluster == 1 || kBoxRowsB % 8 == 0, "a share of B is whole swizzle atoms");
-  static_assert(kBlockBytes % 512 == 0, "a 64-byte swizzle atom is 512 bytes");
+  static_assert(Operand::kWidened ? kBlockBytes % 16 == 0 : kBlockBytes % 512 == 0,
+                "a bulk copy is of 16 bytes, a 64-byte swizzle atom is 512");
+  static_assert(!Operand::kWidened || (kSplit == 1 && !kPromoted), "what consume_widened does");
 
   struct alignas(1024) Shared {
     uint8_t b[kStages][kTileN * kRowBytesB];

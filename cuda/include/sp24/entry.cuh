@@ -24,6 +24,17 @@
 #define SP24_PROMOTED_NAME(operand, out, order, tile_n, consumers, cluster, stages, accumulate) \
   gemm_##operand##_##out##_##order##_n##tile_n##_w##consumers##_c##cluster##_s##stages##_##accumulate
 #define SP24_PACK_NAME(operand) pack_##operand
+#define SP24_WIDENED_CONFIG(operand, out, order, tile_n, consumers, cluster, stages, scales)      \
+  sp24::GemmConfig<sp24::operand<sp24::WeightScales::scales>, sp24::out_##out, sp24::Order::order, \
+                   tile_n, consumers, cluster, stages, 1>
+// The name ends in the scales of the weights, where there are some.
+#define SP24_WEIGHT_SCALES_NAME_none
+#define SP24_WEIGHT_SCALES_NAME_block _block
+#define SP24_WEIGHT_SCALES_NAME_mx _mx
+#define SP24_WIDENED_NAME(operand, out, order, tile_n, consumers, cluster, stages, scales)        \
+  SP24_JOIN(gemm_##operand##_##out##_##order##_n##tile_n##_w##consumers##_c##cluster##_s##stages, \
+            SP24_WEIGHT_SCALES_NAME_##scales)
+#define SP24_PACK_WIDENED_NAME(scales) pack_widened_##scales
 
 #define SP24_FAMILY_e4m3 1
 #define SP24_FAMILY_f16 2
@@ -36,6 +47,7 @@
 #define SP24_FAMILY_f16_sum16 9
 #define SP24_FAMILY_e4m3_precise 101
 #define SP24_FAMILY_e4m3_blocks 102
+#define SP24_FAMILY_e4m3_widened 103
 #define SP24_FAMILY_convert 100
 
 #define SP24_DEFINE(NAME, ...)                                                                 \
@@ -48,8 +60,15 @@
   SP24_DEFINE(SP24_GEMM_NAME(__VA_ARGS__), SP24_GEMM_CONFIG(__VA_ARGS__))
 #define SP24_DEFINE_PROMOTED(...) \
   SP24_DEFINE(SP24_PROMOTED_NAME(__VA_ARGS__), SP24_PROMOTED_CONFIG(__VA_ARGS__))
+#define SP24_DEFINE_WIDENED_GEMM(...) \
+  SP24_DEFINE(SP24_WIDENED_NAME(__VA_ARGS__), SP24_WIDENED_CONFIG(__VA_ARGS__))
+#define SP24_DEFINE_PACK_WIDENED(scales)                                                        \
+  extern "C" __global__ void __launch_bounds__(sp24::kPackThreads)                              \
+      SP24_PACK_WIDENED_NAME(scales)(const __grid_constant__ sp24::PackWidenedArgs args) {      \
+    sp24::pack_widened<sp24::WeightScales::scales>(args);                                       \
+  }
 #define SP24_DEFINE_PACK(operand)                                                               \
-  extern "C" __global__ void __launch_bounds__(128)                                             \
+  extern "C" __global__ void __launch_bounds__(sp24::kPackThreads)                              \
       SP24_PACK_NAME(operand)(const __grid_constant__ sp24::PackArgs args) {                    \
     sp24::pack_block<sp24::operand>(args);                                                      \
   }

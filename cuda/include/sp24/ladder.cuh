@@ -237,7 +237,7 @@ __device__ __forceinline__ void consume(const RungArgs& args, uint32_t shared, u
       const uint64_t b = desc_b + (s / 2 * kPanelB + s % 2 * 64 >> 4);
       const uint32_t onto = s == 0 ? accumulate : 1;
       if constexpr (Config::kSource == Source::registers) {
-        using Mma = ptx::WgmmaSpRegisters<Operand>;
+        using Mma = ptx::WgmmaSpRegisters<Operand, Config::kTileN>;
         if (s % 2 == 0)
           Mma::template issue<0>(acc, fragments[s], b, words.word[s], onto);
         else

@@ -80,7 +80,7 @@ struct RungConfig {
   // Rows of the metadata matrix against 64 rows of A: a 16-bit type's words hold two rows each.
   static constexpr int kMetaRows = Operand::kItemBytes == 1 ? kBlockRows : kBlockRows / 2;
 
-  static constexpr int kValueBytes = kBlockValueBytes * kPanels;  // of a warpgroup's A, a stage
+  static constexpr int kValueBytes = Operand::kBlockValueBytes * kPanels;  // of a warpgroup's A, a stage
   static constexpr int kTensorMetaBytes = kMetaByTensor ? kMetaRows * kMetaRowBytes * kPanels : 0;
   // A warpgroup's A of a stage: values, then metadata where it comes with them.
   static constexpr int kSlotBytes =

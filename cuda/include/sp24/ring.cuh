@@ -54,7 +54,7 @@ struct StageReader {
     arrives_here = lane == m_rank || (!Config::kGathers && kArrivingLanes == 32);
     there = ptx::map_to_cta(empty, part * Config::kCluster + (arrives_there ? lane : m_rank));
     const uint32_t a0 = shared + offsetof(Shared, a) + warpgroup * Config::kBlockBytes;
-    meta0 = a0 + kBlockValueBytes + (threadIdx.x % 128) * sizeof(Meta);
+    meta0 = a0 + Config::Operand::kBlockValueBytes + (threadIdx.x % 128) * sizeof(Meta);
     desc_a0 = ptx::descriptor<2, 512>(a0);
     desc_b0 = ptx::descriptor<1, 1024>(shared + offsetof(Shared, b));
   }

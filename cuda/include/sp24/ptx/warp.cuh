@@ -17,6 +17,12 @@ __device__ __forceinline__ uint32_t load_shared<uint32_t>(uint32_t addr) {
   return v;
 }
 template <>
+__device__ __forceinline__ uint16_t load_shared<uint16_t>(uint32_t addr) {
+  uint16_t v;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(addr) : "memory");
+  return v;
+}
+template <>
 __device__ __forceinline__ uint2 load_shared<uint2>(uint32_t addr) {
   uint2 v;
   asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(addr) : "memory");

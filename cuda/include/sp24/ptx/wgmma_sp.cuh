@@ -1,5 +1,5 @@
 // wgmma.mma_async.sp: PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions", sparse form.
-// Both operands by shared-memory descriptor.
+// B by shared-memory descriptor, A by one too or in registers.
 #pragma once
 #include <cstdint>
 
@@ -110,27 +110,37 @@ struct WgmmaSp;
   SP24_DEFINE_WGMMA_SP(OPERAND, 128, TYPES, TAIL, uint32_t, "+r", 32, 32, 33, 34, 35, 36)   \
   SP24_DEFINE_WGMMA_SP(OPERAND, 256, TYPES, TAIL, uint32_t, "+r", 64, 64, 65, 66, 67, 68)
 
-// The same with A in registers, for N 256.
-template <class Operand>
+// The same with A in registers. The operands after R accumulators: A's four, then B, metadata,
+// `accumulate` and the selector.
+template <class Operand, int N>
 struct WgmmaSpRegisters;
 
-#define SP24_DEFINE_WGMMA_SP_REGISTERS(OPERAND, TYPES, TAIL)                                       \
+#define SP24_DEFINE_WGMMA_SP_REGISTERS_(OPERAND, N, TYPES, TAIL, R, A0, A1, A2, A3, B, META, ACC, SEL) \
   template <>                                                                                      \
-  struct WgmmaSpRegisters<OPERAND> {                                                               \
+  struct WgmmaSpRegisters<OPERAND, N> {                                                            \
     template <int Sel>                                                                             \
-    static __device__ __forceinline__ void issue(float (&d)[128], const uint32_t (&a)[4],          \
+    static __device__ __forceinline__ void issue(float (&d)[R], const uint32_t (&a)[4],            \
                                                  uint64_t b, uint32_t meta, uint32_t accumulate) { \
       asm volatile(                                                                                \
           "{\n"                                                                                    \
           ".reg .pred p;\n"                                                                        \
-          "setp.ne.b32 p, %134, 0;\n"                                                              \
-          "wgmma.mma_async.sp.sync.aligned.m64n256" TYPES " {" SP24_R128_REGS "},"                 \
-          " {%128, %129, %130, %131}, %132, %133, %135, p" TAIL ";\n"                        \
+          "setp.ne.b32 p, %" #ACC ", 0;\n"                                                         \
+          "wgmma.mma_async.sp.sync.aligned.m64n" #N TYPES " {" SP24_R##R##_REGS "},"               \
+          " {%" #A0 ", %" #A1 ", %" #A2 ", %" #A3 "}, %" #B ", %" #META ", %" #SEL ", p" TAIL ";\n" \
           "}\n"                                                                                    \
-          : SP24_R128_ACC("+f")                                                                          \
+          : SP24_R##R##_ACC("+f")                                                                  \
           : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(meta), "r"(accumulate),        \
             "n"(Sel));                                                                             \
     }                                                                                              \
   };
+#define SP24_DEFINE_WGMMA_SP_REGISTERS_16(OPERAND, TYPES, TAIL) \
+  SP24_DEFINE_WGMMA_SP_REGISTERS_(OPERAND, 16, TYPES, TAIL, 8, 8, 9, 10, 11, 12, 13, 14, 15)
+#define SP24_DEFINE_WGMMA_SP_REGISTERS_64(OPERAND, TYPES, TAIL) \
+  SP24_DEFINE_WGMMA_SP_REGISTERS_(OPERAND, 64, TYPES, TAIL, 32, 32, 33, 34, 35, 36, 37, 38, 39)
+#define SP24_DEFINE_WGMMA_SP_REGISTERS_256(OPERAND, TYPES, TAIL)                                   \
+  SP24_DEFINE_WGMMA_SP_REGISTERS_(OPERAND, 256, TYPES, TAIL, 128, 128, 129, 130, 131, 132, 133, 134, \
+                                  135)
+#define SP24_DEFINE_WGMMA_SP_REGISTERS(OPERAND, N, TYPES, TAIL) \
+  SP24_DEFINE_WGMMA_SP_REGISTERS_##N(OPERAND, TYPES, TAIL)
 
 }  // namespace sp24::ptx
