@@ -10,25 +10,29 @@ namespace {
 
 const char* separator = "\n";
 
+// `scales`: those that the loop over K applies; `weight_scales`: those that widened weights meet before.
 template <class Config>
 void gemm(const char* name, const char* operand, const char* out, const char* order,
-          const char* scales) {
+          const char* scales, const char* weight_scales = "none") {
   using Operand = typename Config::Operand;
   constexpr bool kPrecise = Config::kPromoted && !Config::kScaledInLoop;
   // The sums of integers themselves take no scale.
   constexpr bool kScaled = !std::is_same_v<typename Config::Out, sp24::out_s32>;
+  const bool weights_scaled = weight_scales[0] != 'n';
   std::printf(
       "%s{\"name\": \"%s\", \"kind\": \"gemm\", \"fatbin\": \"gemm_%s%s\", \"a_type\": \"%s\", "
       "\"b_type\": \"%s\", \"out_type\": \"%s\", \"order\": \"%s\", \"accumulate\": \"%s\", "
-      "\"promote_k\": %d, \"loop_scales\": \"%s\", "
-      "\"scales\": [%s%s], \"layout\": \"sm90\", "
+      "\"promote_k\": %d, \"loop_scales\": \"%s\", \"weight_scales\": \"%s\", "
+      "\"scales\": [%s%s%s%s%s], \"layout\": \"%s\", "
       "\"tile_m\": %d, \"tile_n\": %d, \"tile_k\": %d, \"consumers\": %d, \"cluster\": %d, "
       "\"split\": %d, \"stages\": %d, \"threads\": %d, \"smem_bytes\": %zu, \"block_bytes\": %d, "
       "\"box_rows_b\": %d, \"box_bytes_b\": %d, \"k_multiple\": %d, \"args\": \"gemm\"}",
-      separator, name, operand,
+      separator, name, Operand::kWidened ? "e4m3_widened" : operand,
       Config::kScaledInLoop ? "_blocks" : kPrecise ? "_precise" : "", Operand::kTypeA,
-      Operand::kTypeB, out, order, Operand::kSum, Config::kPromoteK, scales,
+      Operand::kTypeB, out, order, Operand::kSum, Config::kPromoteK, scales, weight_scales,
       kScaled ? "\"tensor\", \"vector\"" : "", Config::kScaledInLoop ? ", \"block\"" : "",
+      weights_scaled ? ", \"" : "", weights_scaled ? weight_scales : "", weights_scaled ? "\"" : "",
+      Operand::kWidened ? "widened" : "sm90",
       Config::kTileM, Config::kTileN, Config::kTileK, Config::kConsumers, Config::kCluster,
       Config::kSplit, Config::kStages, Config::kThreads, sizeof(typename Config::Shared),
       Config::kBlockBytes, Config::kBoxRowsB, sp24::kRowBytesB, Operand::kGroup);
@@ -38,8 +42,17 @@ void gemm(const char* name, const char* operand, const char* out, const char* or
 void pack(const char* name, const char* operand) {
   std::printf(
       "%s{\"name\": \"%s\", \"kind\": \"pack\", \"fatbin\": \"gemm_%s\", \"a_type\": \"%s\", "
-      "\"threads\": 128, \"smem_bytes\": 0, \"args\": \"pack\"}",
-      separator, name, operand, operand);
+      "\"threads\": %d, \"smem_bytes\": 0, \"args\": \"pack\"}",
+      separator, name, operand, operand, sp24::kPackThreads);
+  separator = ",\n";
+}
+
+void pack_widened(const char* name, const char* scales) {
+  std::printf(
+      "%s{\"name\": \"%s\", \"kind\": \"pack_widened\", \"fatbin\": \"gemm_e4m3_widened\", "
+      "\"a_type\": \"e4m3\", \"source\": \"%s\", \"threads\": %d, \"smem_bytes\": 0, "
+      "\"args\": \"pack_widened\"}",
+      separator, name, scales, sp24::kPackThreads);
   separator = ",\n";
 }
 
@@ -114,6 +127,13 @@ int main() {
                                                 stages, accumulate)),                                \
                  #operand, #out, #order, scales[static_cast<int>(Config::Accumulate::kScales)]);     \
   }
+#define SP24_WIDENED(operand, out, order, tile_n, consumers, cluster, stages, scales)            \
+  gemm<SP24_WIDENED_CONFIG(operand, out, order, tile_n, consumers, cluster, stages, scales)>(    \
+      SP24_STRING(SP24_WIDENED_NAME(operand, out, order, tile_n, consumers, cluster, stages,     \
+                                    scales)),                                                    \
+      #operand, #out, #order, "none", #scales);
+#define SP24_PACK_WIDENED(scales) \
+  pack_widened(SP24_STRING(SP24_PACK_WIDENED_NAME(scales)), #scales);
 #define SP24_PACK(operand) pack(SP24_STRING(SP24_PACK_NAME(operand)), #operand);
 #define SP24_CEILING(operand, source)                                                         \
   ceiling<SP24_CEILING_CONFIG(operand, source)>(SP24_STRING(SP24_CEILING_NAME(operand, source)), \
@@ -189,6 +209,7 @@ int main() {
     comma = "";                       \
     FIELDS(X)                         \
   }
+  SP24_ARGS("pack_widened", PackWidenedArgs, SP24_PACK_WIDENED_ARGS)
   SP24_ARGS("convert", ConvertArgs, SP24_CONVERT_ARGS)
   SP24_ARGS("band_counts", BandCounts, SP24_BAND_COUNTS)
   SP24_ARGS("scales", ScalesArgs, SP24_SCALES_ARGS)

@@ -55,8 +55,11 @@ struct Widener {
 #pragma unroll
     for (int s = 0; s < 2; ++s)
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
-        a[s][i] = widen(codes[2 * s + i / 2] >> (16 * (i % 2)), scale[s][i]);
+      for (int h = 0; h < 2; ++h) {
+        const uint32_t four_codes = codes[2 * s + h];
+        a[s][2 * h] = widen(ptx::f16x2_of_e4m3x2<0>(four_codes), scale[s][2 * h]);
+        a[s][2 * h + 1] = widen(ptx::f16x2_of_e4m3x2<1>(four_codes), scale[s][2 * h + 1]);
+      }
   }
 
  private:
@@ -77,9 +80,8 @@ struct Widener {
       }
     }
   }
-  // Two codes, in the low half of `codes`, as two operands.
-  __device__ __forceinline__ uint32_t widen(uint32_t codes, float scale) const {
-    const uint32_t exact = ptx::f16x2_of_e4m3x2(codes);
+  // Two operands of two codes, which `exact` has as f16.
+  __device__ __forceinline__ uint32_t widen(uint32_t exact, float scale) const {
     if constexpr (kScales == WeightScales::none && kToF16) return exact;
     float2 v = ptx::f32_of_f16x2(exact);
     if constexpr (kScales == WeightScales::none) return ptx::bf16x2_of(v.x, v.y);

@@ -25,10 +25,16 @@ __device__ __forceinline__ uint32_t f16_of_e4m3(uint32_t code) {
   return pair & 0xFFFFu;
 }
 
-// Two E4M3 codes, in the low half of a word, as two f16, exactly.
+// Two E4M3 codes, in the low or (kHalf 1) the high half of a word, as two f16, exactly.
+template <int kHalf>
 __device__ __forceinline__ uint32_t f16x2_of_e4m3x2(uint32_t codes) {
   uint32_t pair;
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(static_cast<uint16_t>(codes)));
+  if constexpr (kHalf == 0)
+    asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, low; }"
+        : "=r"(pair) : "r"(codes));
+  else
+    asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, high; }"
+        : "=r"(pair) : "r"(codes));
   return pair;
 }
 
