@@ -61,17 +61,24 @@ def to_sm90(
         turned = chunks[:, :, turn].take(np.arange(_CHUNKS) ^ turn, axis=-1)
         swizzled[:, :, :, turn] = turned.transpose(0, 3, 1, 2, 4)
 
+    image[:, :, _VALUE_BYTES:] = meta_words(meta, k, (mb, kb), optype)
+    return image
+
+
+def meta_words(meta: Array, k: int, blocks: tuple[int, int], optype: OperandType) -> Array:
+    """The metadata words, uint8 [Mb, Kb, meta_bytes], of ``blocks`` = (Mb, Kb) of a tensor whose
+    row-order metadata are ``meta``, as for `to_sm90`."""
+    mb, kb = blocks
     width = optype.meta_k(optype.block_k) // 8
     nibbles = _padded(meta, mb, kb * width, _EMPTY_BYTE)
     if optype.meta_k(k) % 8:
         # The last byte may be the last of its block, so that this is still the caller's.
         nibbles = nibbles.copy()
-        nibbles[:m, meta_bytes(optype.meta_k(k)) - 1] |= EMPTY_NIBBLE << 4
+        nibbles[: meta.shape[0], meta_bytes(optype.meta_k(k)) - 1] |= EMPTY_NIBBLE << 4
     by_block = nibbles.reshape(mb, BLOCK_ROWS, kb, width).swapaxes(1, 2)
     split, order = _WORD_SPLIT[_word_kind(optype)], _WORD_ORDER[_word_kind(optype)]
     words = by_block.reshape(mb, kb, *split).transpose(0, 1, *(i + 2 for i in order))
-    image[:, :, _VALUE_BYTES:] = words.reshape(mb, kb, optype.meta_bytes)
-    return image
+    return words.reshape(mb, kb, optype.meta_bytes)
 
 
 def from_sm90(image: Array, m: int, k: int, optype: OperandType) -> tuple[Array, Array]:

@@ -101,6 +101,16 @@ class Operands:
     def name(self) -> str:
         return operands_name(self.a.name, self.b.name, self.accumulate)
 
+    @property
+    def widened(self) -> bool:
+        """Whether A is widened to the type of B before it is multiplied."""
+        return self.a.itemsize < self.b.itemsize
+
+    @property
+    def multiplied(self) -> OperandType:
+        """The type of A as the tensor core multiplies it."""
+        return self.b if self.widened else self.a
+
 
 #: Every combination that the kernels have, by name; of an A type the default first.
 OPERANDS: dict[str, Operands] = {
@@ -117,6 +127,8 @@ OPERANDS: dict[str, Operands] = {
             ("bf16", "bf16", "f32"),
             ("s8", "s8", "s32"),
             ("tf32", "tf32", "f32"),
+            ("e4m3", "bf16", "f32"),
+            ("e4m3", "f16", "f32"),
         )
     )
 }

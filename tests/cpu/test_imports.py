@@ -22,6 +22,7 @@ LAYERS = (
     ("sparsity", "metadata", "fp8"),
     ("pruning",),
     ("scaling", "layout"),
+    ("fragments",),
     ("calibration", "smoothing"),
     ("packed",),
     ("reference",),
