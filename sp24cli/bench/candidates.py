@@ -82,7 +82,8 @@ class Operands:
         align = 16 // types.b.itemsize
         self.ldx = -(-shape.k // align) * align
         x = self._padded(tokens.codes)
-        self.weights = [SparseWeight.upload(device, packed) for _ in range(slots)]
+        wide = types.b.name if types.widened else None
+        self.weights = [SparseWeight.upload(device, packed, activations=wide) for _ in range(slots)]
         self.x = self.given = self.copies(x)
         if packed.perm is not None:
             self.given = self.copies(self._padded(packed.original_order(tokens.codes)))
@@ -250,7 +251,7 @@ class Peers:
             shape.m,
             shape.n,
             shape.k,
-            types.a.name,
+            types.multiplied.name,
             operands.out_type,
             order,
             self._alpha,

@@ -9,7 +9,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from sp24cli.bench.instrument import Instrument, Timer
-from sp24cli.bench.rates import Shape, a_bytes, b_bytes, d_bytes, peak_tflops
+from sp24cli.bench.rates import Shape, a_bytes, moved_bytes, peak_tflops
 from sp24cli.bench.result import CaseResult, Environment, Row, WgmmaCeiling
 from sp24cli.kernels import manifest
 from sp24cli.kernels.manifest import CeilingEntry
@@ -117,7 +117,7 @@ def shares(environment: Environment, case: CaseResult, row: Row) -> tuple[str, f
         assert environment.copy_tbps is not None
         floor = memory_floor_us(case.shape, case.type, environment.copy_tbps)
         return "copy", floor / row.burst.us, floor / row.sustained.us
-    width = OPERANDS[case.type].a.itemsize
+    width = OPERANDS[case.type].multiplied.itemsize
     fitting = [c for c in environment.wgmma if operand_type(c.type).itemsize == width]
     if not fitting:
         return None
@@ -155,7 +155,7 @@ def bound_by_memory(
     clock_khz: int,
 ) -> bool:
     """Whether moving A, B and D once takes longer than the tensor cores at their highest clock."""
-    optype = OPERANDS[type_name].a
-    moved = a_bytes(shape, optype, sparse=True) + b_bytes(shape, optype) + d_bytes(shape, out)
-    peak = peak_tflops(optype, sparse=True, sm_count=sm_count, clock_khz=clock_khz)
+    types = OPERANDS[type_name]
+    moved = moved_bytes(shape, types, out, sparse=True)
+    peak = peak_tflops(types.multiplied, sparse=True, sm_count=sm_count, clock_khz=clock_khz)
     return moved / copy_tbps > shape.flops / peak

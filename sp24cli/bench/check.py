@@ -35,6 +35,7 @@ from sp24cli import rowblocks
 from sp24cli.bits import widen
 from sp24cli.optypes import Operands, OperandType, operand_type
 from sp24cli.packed import PackedMatrix
+from sp24cli.reference import widened
 from sp24cli.scaling import ScaleSpec
 from sp24cli.verify.result import Check
 
@@ -54,7 +55,7 @@ def _sum_rounding(operands: Operands) -> float:
     """The grid of a step; sums of integers are exact, those in f16 cut to its eleven bits."""
     if operands.accumulate == "s32":
         return 0.0
-    return 2.0**-10 if operands.accumulate == "f16" else _SUM_ROUNDING[operands.a.itemsize]
+    return 2.0**-10 if operands.accumulate == "f16" else _SUM_ROUNDING[operands.multiplied.itemsize]
 
 
 #: Rows compared at a time by one thread.
@@ -85,7 +86,7 @@ def tolerance(operands: Operands, out: str, k: int, *, normal: bool) -> Toleranc
     length = max(k, 1)
     rounding = OUT_ROUNDING[out]
     # The dense peers take the shortest steps, of 32 bytes along K.
-    steps = -(-length * operands.a.itemsize // 32)
+    steps = -(-length * operands.multiplied.itemsize // 32)
     if normal:
         # An accumulator that ends at d was d/2 on average; each step cuts at most a grid of it.
         rounding += unit * steps / 2
@@ -119,6 +120,23 @@ def dense_codes(packed: PackedMatrix, workers: int) -> Array:
 
     def fill(part: slice) -> None:
         out[part] = packed.rows(part).codes()
+
+    rowblocks.run(fill, rowblocks.row_slices(packed.shape[0], step), workers)
+    return out
+
+
+def dense_widened(packed: PackedMatrix, optype: OperandType, workers: int) -> Array:
+    """The dense matrix [M, K] of a 16-bit type that kernels multiply, of a weight that they widen
+    to it: with its scales, but for those of a tensor or of rows, which come after the sum."""
+    out = np.empty(packed.shape, optype.dtype)
+    step = -(-_ROWS // packed.row_step) * packed.row_step
+
+    def fill(part: slice) -> None:
+        rows = packed.rows(part)
+        in_operand = packed.info.scale.block is not None
+        out[part] = (
+            widened(rows, optype.dtype) if in_operand else widen(rows.codes()).astype(optype.dtype)
+        )
 
     rowblocks.run(fill, rowblocks.row_slices(packed.shape[0], step), workers)
     return out

@@ -17,6 +17,7 @@ from sp24cli.bench.check import (
     compare,
     dense_codes,
     dense_values,
+    dense_widened,
     exact_problem,
     reference_on_cpu,
     result_values,
@@ -56,7 +57,9 @@ class WeightChecks:
         if self._last is None or self._last[0] is not packed:
             from sp24cli.verify.gpu import verify_matrix
 
-            self._last = packed, verify_matrix(packed, self._seed).checks
+            types = case.operands
+            wide = (types.b.name,) if types.widened else ()
+            self._last = packed, verify_matrix(packed, self._seed, wide).checks
         raise_if_wrong(case, "weight", self._last[1])
         return self._last[1]
 
@@ -79,11 +82,19 @@ class Judge:
         self._packed = packed
         self._tokens = tokens
         self._workers = plan.workers
-        self.dense = dense_codes(packed, plan.workers)
+        types = case.operands
+        blocks = packed.info.scale.block is not None
+        # Scales of a widened weight's blocks are in what is multiplied.
+        self._in_operand = types.widened and blocks
+        self.dense = (
+            dense_widened(packed, types.b, plan.workers)
+            if types.widened
+            else dense_codes(packed, plan.workers)
+        )
         self._limits = tolerance(case.operands, case.out, case.shape.k, normal=case.normal)
         # Scales that change along K are part of the sum: ours is compared with the values' product,
         # a peer, which knows no such scales, with that of the codes.
-        self._in_sum = packed.info.scale.kind == "block" or tokens.scale_k > 0
+        self._in_sum = (blocks and not types.widened) or tokens.scale_k > 0
         self._codes = self.dense, tokens.codes
         self._values = self._codes
         if self._in_sum:
@@ -108,6 +119,12 @@ class Judge:
             if self._in_sum and plan.peers:
                 self._peers_reference = self._with_norms(make(*self._codes), self._codes, 0.0)
 
+    @property
+    def _row_scale(self) -> Array | float:
+        """The weight's scales that come after the sum."""
+        scale = self._packed.scale
+        return 1.0 if scale is None or self._in_operand else scale
+
     def _with_norms(
         self, product: Array, operands: tuple[Array, Array], rounding: float
     ) -> Reference:
@@ -127,7 +144,7 @@ class Judge:
         row_scale: Array | float = 1.0
         column_scale: Array | float = 1.0
         if operands.scaled and not self._in_sum:
-            row_scale = 1.0 if self._packed.scale is None else self._packed.scale
+            row_scale = self._row_scale
             column_scale = 1.0 if self._tokens.scale is None else self._tokens.scale
         checks: list[Check] = []
         if self._reference is not None:
@@ -174,7 +191,7 @@ class Judge:
         for slot in range(operands.slots):
             work.enqueue(slot)
         output = operands.output(0, self._plan.order)
-        row_scale = 1.0 if self._packed.scale is None else self._packed.scale
+        row_scale = self._row_scale
         column_scale = 1.0 if self._tokens.scale is None else self._tokens.scale
         checks = [
             compare(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy.typing as npt
 
@@ -19,8 +19,9 @@ from sp24cli.bench.rates import Shape
 from sp24cli.bench.statistics import Settings
 from sp24cli.checkpoint.packedfile import PackedFile
 from sp24cli.errors import BadInputError, Sp24Error
-from sp24cli.gpu.select import check_block_scales
-from sp24cli.optypes import OPERANDS, Operands, OperandType, operands
+from sp24cli.fragments import weight_scales
+from sp24cli.gpu.select import needs_widening
+from sp24cli.optypes import OPERANDS, Operands, OperandType, operand_type, operands
 from sp24cli.packed import PackedMatrix
 from sp24cli.pruning import permute
 from sp24cli.scaling import ScaleKind, ScaleSpec
@@ -86,6 +87,7 @@ def plan_shapes(
     accumulate: str = "fast",
     out: str | None = None,
     scale: ScaleKind = "tensor",
+    block: str | None = None,
     activations: str | None = None,
     seed: int = 24,
     workers: int = 1,
@@ -93,14 +95,14 @@ def plan_shapes(
     """Random weights of these shapes, of ``type_name`` and, if another, activations of ``b_type``;
     `BadInputError` where `optypes.operands` has no such. Cases that follow one another share a
     weight of the same M and K. Given activations must have the K of every shape and at least its
-    N rows. ``scale`` "block" is `BLOCK` for the weight and a row and `SCALE_K` columns for the
-    activations; ``accumulate`` is as for `BenchPlan`."""
-    types = operands(type_name, b_type, "f16" if accumulate == "f16" else None)
+    N rows. ``scale`` "block" is of ``block``, written ROWSxCOLUMNS, or `BLOCK` for the weight and,
+    for activations of 8 bits, of a row and `SCALE_K` columns; ``accumulate`` is as for
+    `BenchPlan`. `BadInputError` for a block that is none, `Sp24Error` for one that no kernel has
+    with these types."""
+    spec = random_scale(type_name, scale, block)
+    types = types_of(type_name, spec, b_type, accumulate)
     optype = types.a
-    spec = ScaleSpec(scale, BLOCK if scale == "block" else None)
-    if not optype.scaled:
-        spec = ScaleSpec("none")
-    scale_k = SCALE_K if spec.kind == "block" else 0
+    scale_k = SCALE_K if spec.kind == "block" and not types.widened else 0
     given = None if activations is None else load_activations(activations)
     if given is not None:
         for shape in shapes:
@@ -153,24 +155,25 @@ def plan_file(
         for name, info in packed_file.packed.items():
             if given is not None and info.shape[1] != given.shape[1]:
                 continue
-            if info.scale.block is not None:
-                try:
-                    check_block_scales(info.type, info.scale.block)
-                except Sp24Error as error:
-                    notes.append(f"{name}: not timed: {error}")
-                    continue
+            try:
+                types_of(info.type, info.scale, b_type, accumulate)
+            except BadInputError:
+                raise
+            except Sp24Error as error:
+                notes.append(f"{name}: not timed: {error}")
+                continue
             kind = (info.shape, info.type, info.scale, info.permuted)
             chosen.setdefault(kind, []).append(name)
     if not chosen:
         fits = "" if given is None else f" with K = {given.shape[1]}, as the activations have,"
         raise BadInputError(f"{path}: no packed weight{fits} that the kernels take")
     cases = []
-    for ((m, k), type_name, _, permuted), names in chosen.items():
+    for ((m, k), type_name, spec, permuted), names in chosen.items():
         if permuted:
             notes.append(f"{names[0]}: sp24's time includes reordering the activations' columns")
         if len(names) > 1:
             notes.append(f"{names[0]} ({m}x{k}) stands for {len(names)} weights of its shape")
-        types = operands(type_name, b_type, "f16" if accumulate == "f16" else None)
+        types = types_of(type_name, spec, b_type, accumulate)
         for n in counts or ((given.shape[0],) if given is not None else DEFAULT_TOKENS):
             if given is not None:
                 _check_rows(activations or "", given, n, k)
@@ -194,7 +197,8 @@ def _file_loader(
     def load() -> tuple[PackedMatrix, Tokens]:
         with PackedFile(path) as packed_file:
             packed = packed_file.load(name)
-        scale_k = SCALE_K if packed.info.scale.kind == "block" else 0
+        by_block = packed.info.scale.kind == "block" and b_type.scaled
+        scale_k = SCALE_K if by_block else 0
         if given is None:
             return packed, random_tokens(n, packed.shape[1], b_type, seed, workers, scale_k)
         tokens = quantize_tokens(given[:n], b_type, workers, scale_k)
@@ -205,8 +209,40 @@ def _file_loader(
     return load
 
 
+def random_scale(type_name: str, kind: ScaleKind, block: str | None = None) -> ScaleSpec:
+    """The scales of random weights; `BadInputError` for a block that is none."""
+    if not operand_type(type_name).scaled:
+        return ScaleSpec("none")
+    if kind == "block" and block is None:
+        return ScaleSpec(kind, BLOCK)
+    return ScaleSpec.parse(kind, block)
+
+
+def types_of(
+    type_name: str, scale: ScaleSpec, b_type: str | None = None, accumulate: str = "fast"
+) -> Operands:
+    """The operands of a weight of type ``type_name`` with such scales and of activations of
+    ``b_type``: by default the weight's type, or bf16 where it must be widened for its scales.
+
+    `BadInputError` for types that do not go together, `Sp24Error` where no kernel of these types
+    applies the scales.
+    """
+    wide = needs_widening(type_name, scale)
+    b_type = b_type or (wide[0] if wide else None)
+    types = operands(type_name, b_type, "f16" if accumulate == "f16" else None)
+    if types.widened:
+        weight_scales(scale)
+    elif wide:
+        rows, columns = cast(tuple[int, int], scale.block)
+        raise Sp24Error(
+            f"{type_name} with scales of {rows}x{columns} is multiplied by activations of "
+            f"{' or '.join(wide)}, not of {types.b.name}"
+        )
+    return types
+
+
 def _default_out(types: Operands) -> str:
-    return _DEFAULT_OUT.get(types.a.name, "bf16")
+    return _DEFAULT_OUT.get(types.multiplied.name, "bf16")
 
 
 def _check_rows(where: str, given: Array, n: int, k: int) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sp24cli.bench.rates import a_bytes, b_bytes, d_bytes, peak_tflops
+from sp24cli.bench.rates import moved_bytes, peak_tflops
 from sp24cli.bench.result import BenchResult, CaseResult, Row
 from sp24cli.errors import Sp24Error
 from sp24cli.optypes import OPERANDS
@@ -159,12 +159,8 @@ def _bars(
 
 def _intensity(case: CaseResult, row: Row) -> float:
     """Dense-equivalent flops for each byte of A, B and D moved once."""
-    optype = OPERANDS[case.type].a
-    moved = (
-        a_bytes(case.shape, optype, sparse=row.role.sparse)
-        + b_bytes(case.shape, optype)
-        + d_bytes(case.shape, case.out)
-    )
+    types = OPERANDS[case.type]
+    moved = moved_bytes(case.shape, types, case.out, sparse=row.role.sparse)
     return case.shape.flops / moved
 
 
@@ -223,7 +219,7 @@ def _limits(plot: Axes, result: BenchResult, points: Sequence[tuple[float, float
     e = result.environment
     peaks: dict[float, list[str]] = {}
     for name in _types(result):
-        optype = OPERANDS[name].a
+        optype = OPERANDS[name].multiplied
         pattern = str(pattern_of(optype))
         for sparse in (True, False):
             peak = peak_tflops(

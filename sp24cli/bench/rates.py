@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sp24cli.optypes import OPERANDS, OperandType
+from sp24cli.optypes import OPERANDS, Operands, OperandType
 
 #: Dense multiply-adds of one SM in one cycle by operand bytes. Source: wgmma m64n256 takes 128
 #: cycles for K 32 of an 8-bit type and K 16 of a 16-bit one (64·256·32/128 = 4096), and a
@@ -47,6 +47,13 @@ def d_bytes(shape: Shape, out: str) -> int:
     return shape.m * shape.n * _OUT_BYTES[out]
 
 
+def moved_bytes(shape: Shape, types: Operands, out: str, *, sparse: bool) -> int:
+    """Bytes of A, B and D once. A dense peer of a weight that is widened reads it as it is
+    multiplied."""
+    a = a_bytes(shape, types.a if sparse else types.multiplied, sparse=sparse)
+    return a + b_bytes(shape, types.b) + d_bytes(shape, out)
+
+
 def peak_tflops(optype: OperandType, *, sparse: bool, sm_count: int, clock_khz: int) -> float:
     """Rate of the tensor cores at the highest clock, dense-equivalent for sparse operands.
 
@@ -77,8 +84,8 @@ def rates(
     clock_khz: int,
 ) -> Rates:
     """Rates of one product of the operands ``type_name`` that took ``us`` microseconds."""
-    optype = OPERANDS[type_name].a
-    moved = a_bytes(shape, optype, sparse=sparse) + b_bytes(shape, optype) + d_bytes(shape, out)
+    types = OPERANDS[type_name]
+    moved = moved_bytes(shape, types, out, sparse=sparse)
     tflops = shape.flops / us / 1e6
-    peak = peak_tflops(optype, sparse=sparse, sm_count=sm_count, clock_khz=clock_khz)
+    peak = peak_tflops(types.multiplied, sparse=sparse, sm_count=sm_count, clock_khz=clock_khz)
     return Rates(us, tflops, moved / us / 1e3, tflops / peak)

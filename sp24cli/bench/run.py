@@ -183,7 +183,7 @@ def _run_case(bench: _Bench, case: Case, tell: Progress) -> CaseResult:
 
         candidates: list[Candidate] = [ours]
         row_checks = [row_check]
-        in_sum = packed.info.scale.kind == "block"
+        in_sum = packed.info.scale.block is not None and not types.widened
         if in_sum or plan.accumulate != "fast":
             # What it costs: the same codes by the fast kernel, without scales where it knows none.
             plain = operands
@@ -276,7 +276,8 @@ def _peers(
     if libraries.cublaslt is not None:
         keep(peers.dense(libraries.cublaslt))
     library = libraries.cusparselt
-    if library is None:
+    # A weight that is widened has no peer: the dense product in the wide type stands beside it.
+    if library is None or operands.types.widened:
         return kept, 0
     default = peers.sparse(library, peers.order, None)
     known = None

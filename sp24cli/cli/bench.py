@@ -97,8 +97,9 @@ def _file_option(name: str, what: str) -> Callable[[Any], Any]:
 )
 @click.option(
     "--b-type",
-    type=click.Choice(["e4m3", "e5m2"]),
-    help="Type of the activations, where it is the other FP8 type.",
+    type=click.Choice(["e4m3", "e5m2", "bf16", "f16"]),
+    help="Type of the activations, where it is the other FP8 type, or bf16 or f16 beside e4m3, "
+    "which is then widened to it.",
 )
 @click.option(
     "--out",
@@ -115,9 +116,15 @@ def _file_option(name: str, what: str) -> Callable[[Any], Any]:
 )
 @click.option(
     "--scale",
-    type=click.Choice(["tensor", "vector", "block"]),
+    type=click.Choice(["tensor", "vector", "block", "mx"]),
     help="Scale of random 8-bit weights; peers know tensor only. Block, of e4m3, is 128x128, with "
-    "activations scaled by token and 128 of K.  [default: tensor]",
+    "activations scaled by token and 128 of K. Mx, and blocks of fewer than 64 columns, are for "
+    "activations of 16 bits.  [default: tensor]",
+)
+@click.option(
+    "--block",
+    metavar="ROWSxCOLUMNS",
+    help="The block of --scale block, as in 32x32.  [default: 128x128]",
 )
 @click.option(
     "--accumulate",
@@ -220,6 +227,7 @@ def bench(
     out: str | None,
     order: str,
     scale: ScaleKind | None,
+    block: str | None,
     accumulate: str,
     activations: str | None,
     kernel: str | None,
@@ -268,8 +276,10 @@ def bench(
     elif rungs:
         raise click.UsageError("--rung is for --ladder")
     _check_usage(packed, shapes, suite, counts, type_name, scale, kernel)
+    if block is not None and scale != "block":
+        raise click.UsageError("--block is for --scale block")
     if packed is None:
-        _check_types(type_name or "e4m3", b_type, accumulate, out)
+        _check_types(type_name or "e4m3", b_type, accumulate, out, scale or "tensor", block)
     targets = _targets(json_file, csv_file, md_file, plot_file)
 
     from sp24cli.bench.ladder import LadderResult
@@ -320,6 +330,7 @@ def bench(
             accumulate=accumulate,
             out=out,
             scale=scale or "tensor",
+            block=block,
             activations=activations,
             seed=seed,
             workers=threads,
@@ -441,15 +452,22 @@ def _check_usage(
         raise click.UsageError(f"no kernel is called {kernel!r} (see sp24 bench --list)")
 
 
-def _check_types(type_name: str, b_type: str | None, accumulate: str, out: str | None) -> None:
-    """A usage error for operands or an output that no kernel has."""
-    from sp24cli.errors import BadInputError
+def _check_types(
+    type_name: str,
+    b_type: str | None,
+    accumulate: str,
+    out: str | None,
+    scale: ScaleKind,
+    block: str | None,
+) -> None:
+    """A usage error for operands, scales or an output that no kernel has."""
+    from sp24cli.bench.plan import random_scale, types_of
     from sp24cli.kernels import manifest
-    from sp24cli.optypes import operands
 
     try:
-        name = operands(type_name, b_type, "f16" if accumulate == "f16" else None).name
-    except BadInputError as fault:
+        spec = random_scale(type_name, scale, block)
+        name = types_of(type_name, spec, b_type, accumulate).name
+    except Sp24Error as fault:
         raise click.UsageError(str(fault)) from None
     outputs = dict.fromkeys(e.out_type for e in manifest.load().entries if e.type == name)
     if out is not None and out not in outputs:

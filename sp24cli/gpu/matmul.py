@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from sp24cli import fragments
 from sp24cli.errors import BadInputError, Sp24Error
 from sp24cli.gpu.activations import gather_columns
 from sp24cli.gpu.arguments import pack_struct, tensor_map
@@ -20,9 +21,9 @@ from sp24cli.gpu.select import (
     Choice,
     block_summation,
     candidates,
-    check_block_scales,
     chosen,
     cta_tiles,
+    needs_widening,
 )
 from sp24cli.kernels import manifest
 from sp24cli.kernels.choices import Problem
@@ -91,7 +92,7 @@ class Plan:
         if self.weight.column_order is None:
             self._multiply(x, ldx, out, ldd, scale_b, scale_b_rows, bias, stream)
             return
-        device, item = self.weight.device, self.weight.type.itemsize
+        device, item = self.weight.device, self.weight.multiplied.itemsize
         shape = (self.n, self.weight.shape[1])
         pitch = -(-shape[1] * item // 16) * 16
         on = device.stream if stream is None else stream
@@ -126,7 +127,7 @@ class Plan:
         if not (m and self.n):
             return
         stream = device.stream if stream is None else stream
-        item = weight.type.itemsize
+        item = weight.multiplied.itemsize
         tight = m if entry.order == "nm" else self.n
         ldd = tight if ldd is None else ldd
         if ldd < tight:
@@ -151,7 +152,7 @@ class Plan:
             device.l2_bytes,
             self.raster,
         )
-        step = weight.type.step_k
+        step = weight.multiplied.step_k
         block_m, block_k = weight.block or (1, 0)
         a_stride = -(-k // block_k) if block_k else int(weight.scale_rows)
         b_stride = int(scale_b_rows)
@@ -181,6 +182,7 @@ class Plan:
                 "scale_a_steps": _steps(block_k, k, step),
                 "scale_b_steps": _steps(self.scale_b_k, k, step),
                 "k_steps": max(1, -(-k // step)),
+                "operand_limit": weight.limit,
             },
         )
         grid = min(tiles, clusters * entry.cluster_ctas)
@@ -195,6 +197,11 @@ class SparseWeight:
 
     ``scale`` is one f32, one a row with ``scale_rows``, or one a ``block`` (rows, columns).
     ``column_order``, int32 [K], is None where it is that of the activations.
+
+    ``widened`` is the type, that of the activations, that kernels widen the weight to before they
+    multiply it, None where they multiply it as it is. The ``weight_scales`` that they do so with
+    are in the image (`fragments`), not in ``scale``; ``limit`` is the largest magnitude then, as
+    two values of that type.
     """
 
     def __init__(
@@ -207,6 +214,9 @@ class SparseWeight:
         scale_rows: bool,
         block: tuple[int, int] | None = None,
         column_order: Buffer | None = None,
+        widened: OperandType | None = None,
+        weight_scales: fragments.WeightScales = "none",
+        limit: int = 0,
     ) -> None:
         self.device = device
         self.type = optype
@@ -216,29 +226,55 @@ class SparseWeight:
         self.scale_rows = scale_rows
         self.block = block
         self.column_order = column_order
+        self.widened = widened
+        self.weight_scales = weight_scales
+        self.limit = limit
+
+    @property
+    def multiplied(self) -> OperandType:
+        """The weight's type as the tensor cores multiply it."""
+        return self.widened or self.type
 
     @property
     def blocks(self) -> tuple[int, int]:
         """Blocks along M and along K; a weight without columns still has one, of empty groups."""
         m, k = self.shape
-        return -(-m // BLOCK_ROWS), max(1, -(-k // self.type.block_k))
+        return -(-m // BLOCK_ROWS), max(1, -(-k // self.multiplied.block_k))
 
     @classmethod
-    def upload(cls, device: Device, packed: PackedMatrix) -> SparseWeight:
+    def upload(
+        cls, device: Device, packed: PackedMatrix, *, activations: str | None = None
+    ) -> SparseWeight:
         """Copies a packed matrix to the GPU; one in ``row`` layout is turned there.
 
-        `Sp24Error` for scales that the kernels do not apply: blocks whose columns are no multiple
-        of 64. `BadInputError` for a permutation that is none.
+        ``activations`` is "bf16" or "f16" for an e4m3 weight that is to be widened to that type
+        and multiplied by activations of it, None for activations of 8 bits, or of the weight's own
+        type. Scales of ``mx``, and of blocks whose columns are no multiple of 64, are applied to
+        widened weights alone.
+
+        `Sp24Error` for scales that the kernels do not apply so. `BadInputError` for a permutation
+        that is none, and for types that do not go together.
         """
         info = packed.info
         optype = operand_type(info.type)
         spec = info.scale
-        if spec.block is not None:
-            check_block_scales(optype.name, spec.block)
+        widened, limit = None, 0
+        kind: fragments.WeightScales = "none"
+        if activations is not None and operands(optype.name, activations).widened:
+            widened, kind = operand_type(activations), fragments.weight_scales(spec)
+            limit = _limit_word(widened, info.overflow)
+        elif needs_widening(optype.name, spec):
+            rows, columns = cast(tuple[int, int], spec.block)
+            raise Sp24Error(
+                f"{optype.name} with scales of {rows}x{columns} is multiplied by activations of "
+                f"16 bits alone: upload it with activations={' or '.join(fragments.WIDENED)}"
+            )
         scale = None
-        if packed.scale is not None and packed.scale.size:
+        if kind == "none" and packed.scale is not None and packed.scale.size:
             scale = device.upload(packed.scale)
-        if packed.blocks is not None:
+        if widened is not None:
+            image = turn_to_fragments(device, packed, kind)
+        elif packed.blocks is not None:
             image = device.upload(packed.blocks)
         else:
             assert packed.values is not None and packed.meta is not None
@@ -256,16 +292,24 @@ class SparseWeight:
             image,
             scale,
             spec.kind == "vector",
-            spec.block,
+            spec.block if widened is None else None,
             column_order,
+            widened,
+            kind,
+            limit,
         )
 
     def summation(self, accumulate: str, scale_b_k: int) -> str:
         """How a product sums (`manifest.SUMMATIONS`): as ``accumulate`` says, "fast" or "precise",
         unless scales of A or, by ``scale_b_k``, of B change along K. "f16" is fast: what it says is
-        the type of the sums."""
+        the type of the sums. A widened weight's, of `manifest.WIDENED_SUMMATIONS`, are fast."""
         if accumulate not in ("fast", "precise", "f16"):
             raise Sp24Error(f"accumulation is fast, precise or f16, not {accumulate!r}")
+        if self.widened is not None:
+            if accumulate != "fast" or scale_b_k:
+                what = f"scales every {scale_b_k} of K" if scale_b_k else f"{accumulate} sums"
+                raise Sp24Error(f"no kernel that widens weights has {what}")
+            return manifest.WIDENED_SUMMATIONS[self.weight_scales]
         accumulate = "fast" if accumulate == "f16" else accumulate
         if self.block is None and not scale_b_k:
             return accumulate
@@ -291,7 +335,12 @@ class SparseWeight:
         for the weight unless given.
         """
         if types is None:
-            types = operands(self.type.name, None, "f16" if accumulate == "f16" else None)
+            wide = None if self.widened is None else self.widened.name
+            types = operands(self.type.name, wide, "f16" if accumulate == "f16" else None)
+        if types.multiplied != self.multiplied:
+            raise Sp24Error(
+                f"the weight was uploaded for {self.multiplied.name}, not for {types.b.name}"
+            )
         name, summation = types.name, self.summation(accumulate, scale_b_k)
         if kernel is None:
             m, k = self.shape
@@ -331,13 +380,14 @@ def matmul(
     Args:
         weight: A [M, K], from `SparseWeight.upload`.
         x: B [N, K] of the weight's type, or its bits as unsigned integers, K contiguous; of the
-            other FP8 type for an FP8 weight. Of float32 that multiplies tf32, the lowest 13 bits
+            other FP8 type for an FP8 weight; of bf16 or f16 for a weight that was uploaded for
+            these. Of float32 that multiplies tf32, the lowest 13 bits
             are ignored: `fp8.to_tf32` rounds. If its rows do not start at multiples of 16 bytes
             it is copied first. It is in the original order of columns; for a permuted weight they
             are put in its own first, which reads and writes x once more.
         out: where D goes, [N, M] (order ``nm``) or [M, N] (``mn``), its rows contiguous, of type
             bf16, f16 or f32, or for s8 int32. Without it a `DeviceArray` of ``out_dtype`` is
-            returned, by default bf16, or f16 where the sums are. int32 are the plain sums of
+            returned, by default bf16, or f16 where the sums or a widened weight are. int32 are the plain sums of
             products of codes.
         scale: f32, one for all of x, one a row of it, or [N, ceil(K / scale_k)]: one a row and
             ``scale_k`` columns, a multiple of 64.
@@ -350,9 +400,9 @@ def matmul(
         Sp24Error: shapes or types that do not fit, by name.
     """
     m, k = weight.shape
-    device, item = weight.device, weight.type.itemsize
+    device, item = weight.device, weight.multiplied.itemsize
     b = view(x, "x", stream)
-    types = _types(weight.type, b.dtype, accumulate)
+    types = _types(weight, b.dtype, accumulate)
     if len(b.shape) != 2 or b.shape[1] != k:
         raise Sp24Error(f"x is {list(b.shape)}, the weight {[m, k]} needs [N, {k}]")
     n = b.shape[0]
@@ -367,7 +417,8 @@ def matmul(
             raise Sp24Error(f"out is {d.dtype}, the kernels write {', '.join(OUT_DTYPES)}")
         out_dtype = named[0]
     if out_dtype is None:
-        out_dtype = "f16" if types.accumulate == "f16" else "bf16"
+        in_f16 = types.accumulate == "f16" or (types.widened and types.b.name == "f16")
+        out_dtype = "f16" if in_f16 else "bf16"
     shape = (n, m) if order == "nm" else (m, n)
     if d is None:
         out = DeviceArray(device, shape, OUT_DTYPES[out_dtype])
@@ -411,14 +462,18 @@ def matmul(
     return out
 
 
-def _types(weight: OperandType, x: np.dtype[Any], accumulate: str) -> Operands:
+def _types(weight: SparseWeight, x: np.dtype[Any], accumulate: str) -> Operands:
     """The operands of a weight and an array; `Sp24Error` where they do not go together."""
-    partners = {o.b.dtype: o.b.name for o in OPERANDS.values() if o.a == weight}
-    name = weight.name if x == np.dtype(f"u{weight.itemsize}") else partners.get(x)
+    own, plain = weight.type, weight.multiplied
+    partners = {
+        o.b.dtype: o.b.name for o in OPERANDS.values() if (o.a, o.multiplied) == (own, plain)
+    }
+    name = plain.name if x == np.dtype(f"u{plain.itemsize}") else partners.get(x)
     if name is None:
-        raise Sp24Error(f"x is {x}, the weight is {weight.dtype}")
+        how = "" if weight.widened is None else f", uploaded for {plain.name}"
+        raise Sp24Error(f"x is {x}, the weight is {own.dtype}{how}")
     try:
-        return operands(weight.name, name, "f16" if accumulate == "f16" else None)
+        return operands(own.name, name, "f16" if accumulate == "f16" else None)
     except BadInputError as error:
         raise Sp24Error(str(error)) from None
 
@@ -450,6 +505,54 @@ def _pointer(buffer: Buffer | int | None) -> int:
 def _image_bytes(optype: OperandType, shape: tuple[int, int]) -> int:
     rows, columns = -(-shape[0] // BLOCK_ROWS), max(1, -(-shape[1] // optype.block_k))
     return rows * columns * optype.block_bytes
+
+
+def _limit_word(optype: OperandType, overflow: str) -> int:
+    """What values past the end of a 16-bit type become, twice in a word: its largest, or
+    infinity."""
+    limit = optype.max_finite if overflow == "satfinite" else math.inf
+    return int(np.array(limit, optype.dtype).view(np.uint16)) * 0x10001
+
+
+def turn_to_fragments(device: Device, packed: PackedMatrix, kind: fragments.WeightScales) -> Buffer:
+    """The image of `fragments` of a packed matrix, made on the GPU."""
+    m, k = packed.shape
+    rows, columns = fragments.blocks(m, k)
+    image = device.alloc(rows * columns * fragments.BLOCK_BYTES[kind])
+    if not m:
+        return image
+    loaded = manifest.load()
+    entry = loaded.conversion("pack_widened", kind, packed.info.type)
+    if entry is None:
+        raise Sp24Error(f"no kernel turns {packed.info.type} into fragments")
+    values, meta = packed.row_order()
+    scale = np.zeros(1, np.uint8)
+    if kind != "none" and packed.scale is not None:
+        scale = packed.scale.view(np.uint8)
+    scale_rows, scale_k = packed.info.scale.block or (1, 1)
+    with (
+        device.upload(values.view(np.uint8)) as values_gpu,
+        device.upload(meta) as meta_gpu,
+        device.upload(scale) as scale_gpu,
+    ):
+        args = pack_struct(
+            loaded.args[entry.args],
+            {
+                "values": values_gpu.ptr,
+                "meta": meta_gpu.ptr,
+                "scale": scale_gpu.ptr,
+                "image": image.ptr,
+                "m": m,
+                "k": k,
+                "k_blocks": columns,
+                "scale_rows": scale_rows,
+                "scale_k": scale_k,
+                "scale_columns": -(-k // scale_k),
+            },
+        )
+        device.launch(device.kernel(entry), rows * columns, [args], device.stream)
+        device.synchronize()
+    return image
 
 
 def turn_to_sm90(

@@ -23,9 +23,11 @@ from functools import cache, lru_cache
 from typing import TYPE_CHECKING
 
 from sp24cli.errors import BadInputError, Sp24Error
+from sp24cli.fragments import WIDENED, weight_scales
 from sp24cli.kernels import choices
 from sp24cli.kernels.choices import Measured, Problem, Table
 from sp24cli.kernels.manifest import SUMMATIONS, Entry, RungEntry, load
+from sp24cli.scaling import ScaleSpec
 
 if TYPE_CHECKING:
     from sp24cli.gpu.device import Device
@@ -68,25 +70,30 @@ def candidates(
 
     ``able``: also those that can, but do more than is needed.
     """
-    ways = SUMMATIONS[SUMMATIONS.index(summation) :] if able else (summation,)
+    widens = summation not in SUMMATIONS
+    more = able and not widens
+    ways = SUMMATIONS[SUMMATIONS.index(summation) :] if more else (summation,)
     found = [
         e
         for e in load().entries
         if (e.type, e.out_type, e.order) == (type_name, out_type, order) and e.summation in ways
     ]
     if not found:
-        how = "" if summation == "fast" else f", summing {summation}"
+        how = "" if summation == "fast" or widens else f", summing {summation}"
         known = ", ".join(outputs(type_name, ways))
         only = f" (only into {known})" if known else ""
         raise Sp24Error(f"no kernel multiplies {type_name} into {out_type} {order}{how}{only}")
     return found
 
 
-def outputs(type_name: str, ways: Sequence[str] = SUMMATIONS) -> tuple[str, ...]:
-    """The output types that kernels for these operands write, by any of these ways to sum."""
+def outputs(type_name: str, ways: Sequence[str] | None = None) -> tuple[str, ...]:
+    """The output types that kernels for these operands write, by any of these ways to sum, or
+    any at all."""
     return tuple(
         dict.fromkeys(
-            e.out_type for e in load().entries if e.type == type_name and e.summation in ways
+            e.out_type
+            for e in load().entries
+            if e.type == type_name and (ways is None or e.summation in ways)
         )
     )
 
@@ -112,6 +119,18 @@ def check_block_scales(type_name: str, block: tuple[int, int]) -> None:
             f"block scales of {type_name} need a kernel that is not in this version: "
             "the kernels take those of e4m3"
         )
+
+
+def needs_widening(type_name: str, spec: ScaleSpec) -> tuple[str, ...]:
+    """The types of activations, of 16 bits, that a weight with such scales must be widened to;
+    none where kernels of its own type apply them. `Sp24Error` where no kernel does."""
+    if spec.block is None:
+        return ()
+    if type_name == "e4m3" and spec.is_small:
+        weight_scales(spec)
+        return WIDENED
+    check_block_scales(type_name, spec.block)
+    return ()
 
 
 def cta_tiles(entry: Entry | RungEntry, m: int, n: int) -> int:

@@ -20,6 +20,9 @@ FOLDER = Path(os.environ.get("SP24_KERNELS", Path(__file__).resolve().parent))
 #: How kernels sum: in the tensor cores alone, promoted, and promoted with scales that vary along
 #: K, each kind of which can do what the ones before it can.
 SUMMATIONS = ("fast", "precise", "block128", "row128", "row64")
+#: How kernels sum that widen weights first, by the scales that these meet then
+#: (`fragments.WeightScales`): each reads another image, and none stands in for another.
+WIDENED_SUMMATIONS = {"none": "widened", "block": "widened_block", "mx": "widened_mx"}
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,9 @@ class Entry:
     are added to float32 registers, 0 where the tensor cores keep all of the sum; ``loop_scales``
     are the scales that are applied then: "none", "block" (one for 64 rows of A, one a row of B) or
     "row" (one a row of each).
+
+    ``layout`` is the image of A: "sm90", or "widened", that of `fragments`, with the scales
+    ``weight_scales`` in it; weights are then widened to ``b_type`` before they are multiplied.
     """
 
     name: str
@@ -74,6 +80,7 @@ class Entry:
     split: int = 1
     promote_k: int = 0
     loop_scales: str = "none"
+    weight_scales: str = "none"
 
     @property
     def cluster_ctas(self) -> int:
@@ -87,7 +94,9 @@ class Entry:
 
     @property
     def summation(self) -> str:
-        """How the kernel sums, one of `SUMMATIONS`."""
+        """How the kernel sums, one of `SUMMATIONS` or of `WIDENED_SUMMATIONS`."""
+        if self.layout == "widened":
+            return WIDENED_SUMMATIONS[self.weight_scales]
         if not self.promote_k:
             return "fast"
         return "precise" if self.loop_scales == "none" else f"{self.loop_scales}{self.promote_k}"
@@ -184,8 +193,9 @@ class RungEntry:
 class ConversionEntry:
     """A kernel that prunes, quantizes or rearranges: ``kind`` says which (`CONVERSIONS`).
 
-    ``source`` is the type of what is converted (for ``gather`` the bits of an item), ``a_type``
-    that of the result, where the kind knows them; empty otherwise.
+    ``source`` is the type of what is converted (for ``gather`` the bits of an item, for
+    ``pack_widened`` the scales in the image), ``a_type`` that of the result, where the kind knows
+    them; empty otherwise.
     """
 
     name: str
@@ -201,7 +211,7 @@ class ConversionEntry:
 
 
 #: The kinds of `ConversionEntry`.
-CONVERSIONS = ("prune", "amax", "scales", "quantize", "tokens", "gather")
+CONVERSIONS = ("prune", "amax", "scales", "quantize", "tokens", "gather", "pack_widened")
 
 AnyEntry = Entry | PackEntry | CeilingEntry | RungEntry | ConversionEntry
 

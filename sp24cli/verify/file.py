@@ -114,13 +114,12 @@ def _choose_device(choice: DeviceChoice, workers: int) -> tuple[_Numerics, str, 
         if choice == "cuda":
             raise
         return on_cpu, "cpu", str(error)
-    from sp24cli.gpu.select import check_block_scales
+    from sp24cli.gpu.select import needs_widening
     from sp24cli.verify.gpu import verify_matrix
 
     def on_gpu(packed: PackedMatrix, seed: int) -> NumericsResult:
         try:
-            if packed.info.scale.block is not None:
-                check_block_scales(packed.info.type, packed.info.scale.block)
+            needs_widening(packed.info.type, packed.info.scale)
         except Sp24Error as error:
             result = on_cpu(packed, seed)
             note = f"not run on the GPU: {error}; run on the CPU"

@@ -9,10 +9,11 @@ import numpy as np
 from sp24cli.bits import Array, widen
 from sp24cli.gpu.device import Device
 from sp24cli.gpu.matmul import OUT_DTYPES, SparseWeight, poison
-from sp24cli.gpu.select import outputs
+from sp24cli.gpu.select import needs_widening, outputs
 from sp24cli.kernels.manifest import Entry, load
 from sp24cli.optypes import OPERANDS, Operands, OperandType
 from sp24cli.packed import PackedMatrix
+from sp24cli.reference import widened
 from sp24cli.verify.compare import Comparison
 from sp24cli.verify.cpu import random_activations
 from sp24cli.verify.result import Check, NumericsResult
@@ -28,7 +29,9 @@ SCALE_K = 128
 _IDENTITY = 1024
 
 
-def verify_matrix(packed: PackedMatrix, seed: int) -> NumericsResult:
+def verify_matrix(
+    packed: PackedMatrix, seed: int, activations: tuple[str, ...] = ()
+) -> NumericsResult:
     """Check all of ``packed`` by every kernel that multiplies its type, by each type of
     activations and of sums.
 
@@ -40,15 +43,22 @@ def verify_matrix(packed: PackedMatrix, seed: int) -> NumericsResult:
     and with precise sums; to one with block scales come activations with a scale a row and
     `SCALE_K` columns.
 
+    A weight that must be widened for its scales is multiplied by bf16 and f16 activations alone;
+    ``activations`` widens any other e4m3 weight so, too. "bf16 identity" must give every weight as
+    `reference.widened` has it (scales of tensors and rows apart, which come after the sum), and the
+    products are bounded like those of 16-bit types.
+
     Raises:
         Sp24Error: the GPU fails, or the scales are such that no kernel applies them.
     """
     device = Device.open()
-    weight = SparseWeight.upload(device, packed)
-    checks = [_identity(device, weight, packed)]
-    for types in OPERANDS.values():
-        if types.a == weight.type:
-            checks += _products(device, weight, packed, types, seed)
+    checks = []
+    for wide in activations or needs_widening(packed.info.type, packed.info.scale) or (None,):
+        weight = SparseWeight.upload(device, packed, activations=wide)
+        checks.append(_identity(device, weight, packed))
+        for types in OPERANDS.values():
+            if (types.a, types.multiplied) == (weight.type, weight.multiplied):
+                checks += _products(device, weight, packed, types, seed)
     return NumericsResult(device.name, tuple(checks))
 
 
@@ -86,7 +96,7 @@ def multiply(
     not pass.
     """
     n = x.shape[0]
-    rows = padded_rows(x, weight.type)
+    rows = padded_rows(x, weight.multiplied)
     plan = weight.plan(
         n, out, order, kernel, accumulate=accumulate, scale_b_k=scale_b_k, types=types
     )
@@ -112,16 +122,31 @@ def multiply(
 
 def _identity(device: Device, weight: SparseWeight, packed: PackedMatrix) -> Check:
     columns = packed.shape[1]
-    want = packed.original_order(packed.dequantize(np.float32))
-    comparison = Comparison("identity")
+    if weight.weight_scales == "none":
+        want = packed.original_order(packed.dequantize(np.float32))
+    else:
+        want = _operand(weight, packed).astype(np.float32)
+    # An infinite weight times the zeros of all other columns is NaN.
+    infinite = ~np.isfinite(want)
+    want[infinite.sum(axis=1, keepdims=True) > infinite] = np.nan
+    comparison = Comparison(f"{weight.widened.name} identity" if weight.widened else "identity")
     got = np.empty_like(want)
     for start in range(0, columns, _IDENTITY):
         stop = min(start + _IDENTITY, columns)
-        x = np.zeros((stop - start, columns), weight.type.dtype)
+        x = np.zeros((stop - start, columns), weight.multiplied.dtype)
         x[np.arange(stop - start), np.arange(start, stop)] = 1
         got[:, start:stop] = multiply(device, weight, x, "f32", "mn")
     comparison.add(got, want, 0.0)
     return comparison.check()
+
+
+def _operand(weight: SparseWeight, packed: PackedMatrix) -> Array:
+    """What the kernels multiply, scales that come after the sum included: float64 [M, K], in the
+    original's order of columns."""
+    if weight.weight_scales == "none":
+        return packed.original_order(packed.dequantize(np.float64))
+    a = widen(widened(packed, weight.multiplied.dtype)).astype(np.float64)
+    return packed.original_order(a)
 
 
 def _products(
@@ -133,7 +158,9 @@ def _products(
     scale_b_k = SCALE_K if weight.block is not None else 0
     columns = max(1, -(-k // scale_b_k)) if scale_b_k else 1
     scale_b = random.uniform(0.5, 2.0, (TOKENS, columns)).astype(np.float32)
-    a = packed.original_order(packed.dequantize(np.float64))
+    a = _operand(weight, packed)
+    if not np.isfinite(a).all():
+        return []  # the type does not hold this weight: the identity has shown where
     b = widen(x).astype(np.float64) * np.repeat(scale_b, scale_b_k or max(1, k), axis=1)[:, :k]
     want = a @ b.T
     norms = np.sqrt((a * a) @ (b * b).T)
@@ -199,7 +226,8 @@ def _compared(entry: Entry, types: Operands, k: int, norms: Array, d: Array, exa
 
 def _kernels(weight: SparseWeight, types: Operands, out: str, scale_b_k: int) -> list[Entry]:
     """Every kernel of these types into ``out`` that a product of this weight may be given to."""
-    ways = {weight.summation(accumulate, scale_b_k) for accumulate in ("fast", "precise")}
+    sums = ("fast", "precise") if weight.widened is None else ("fast",)
+    ways = {weight.summation(accumulate, scale_b_k) for accumulate in sums}
     return [
         entry
         for entry in load().entries

@@ -72,7 +72,7 @@ _EPILOGUE = 4 * 2.0**-24
 
 
 def _steps(operands: Operands, k: int) -> int:
-    return -(-k // (2 * _TERMS[operands.a.itemsize]))
+    return -(-k // (2 * _TERMS[operands.multiplied.itemsize]))
 
 
 def _pieces(k: int, promote_k: int) -> tuple[int, int]:
@@ -84,7 +84,9 @@ def _grid(operands: Operands) -> float:
     """The grid of a step in terms of the largest that it sums; 0 where sums are exact."""
     if operands.accumulate == "s32":
         return 0.0
-    bits = _F16_GRID_BITS if operands.accumulate == "f16" else _GRID_BITS[operands.a.itemsize]
+    bits = (
+        _F16_GRID_BITS if operands.accumulate == "f16" else _GRID_BITS[operands.multiplied.itemsize]
+    )
     return float(2.0**-bits)
 
 

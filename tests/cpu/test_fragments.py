@@ -42,9 +42,7 @@ def random_packed(m: int, k: int, spec: ScaleSpec, seed: int = 0) -> PackedMatri
 
 def image_of(packed: PackedMatrix) -> Array:
     values, meta = packed.row_order()
-    return fragments.to_fragments(
-        values, meta, packed.shape[1], packed.scale, packed.info.scale
-    )
+    return fragments.to_fragments(values, meta, packed.shape[1], packed.scale, packed.info.scale)
 
 
 def load_scales(block: Array, kind: str, warp: int, lane: int) -> Array:
@@ -124,7 +122,9 @@ def test_the_tensor_core_multiplies_widened_weights(spec: ScaleSpec, dtype: Any)
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: f"{s.kind}{s.block or ''}")
 @pytest.mark.parametrize("shape", [(65, 132), (8, 4), (130, 68), (64, 128)], ids=str)
-def test_ragged_shapes_are_padded_with_empty_groups(shape: tuple[int, int], spec: ScaleSpec) -> None:
+def test_ragged_shapes_are_padded_with_empty_groups(
+    shape: tuple[int, int], spec: ScaleSpec
+) -> None:
     m, k = shape
     packed = random_packed(m, k, spec, seed=3)
     image = image_of(packed)
@@ -151,7 +151,11 @@ def test_every_code_and_both_ways_past_the_end() -> None:
     scale[:, 3] = [150.0, 146.2857, 146.24, 2.0**100]
     for overflow, limit in (("satfinite", 65504.0), ("nan", np.inf)):
         packed = PackedMatrix(
-            replace(info, overflow=overflow, layout="row"), codes.view(E4M3.dtype), meta, None, scale
+            replace(info, overflow=overflow, layout="row"),
+            codes.view(E4M3.dtype),
+            meta,
+            None,
+            scale,
         )
         a = emulated(image_of(packed), "block", F16, limit)
         want = widened(packed, F16)
