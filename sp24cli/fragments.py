@@ -3,7 +3,7 @@
 It is made when a weight is uploaded, never stored. A block is 64 rows by 64 logical columns, two
 wgmma steps of 32: codes in the order in which threads load them, the metadata words of a 16-bit
 operand with the same mask, and the scales that the weight meets in registers. The kernels' side is
-``cuda/include/sp24/widen.cuh``, which draws a block; the GPU makes it, and numpy here to check that.
+``cuda/include/sp24/widen.cuh``, which draws a block; the GPU makes it, and numpy to check that.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WIDENED = ("bf16", "f16")
 WeightScales = Literal["none", "block", "mx"]
 GROUP = 16
 
-#: Logical columns of a block, and its bytes by the scales that are in it.
+#: Logical columns of a block, and its bytes by the scales in it.
 BLOCK_K = 64
 BLOCK_BYTES: dict[WeightScales, int] = {"none": 2560, "block": 2624, "mx": 2688}
 
@@ -54,7 +54,7 @@ def weight_scales(spec: ScaleSpec) -> WeightScales:
 
 
 def blocks(m: int, k: int) -> tuple[int, int]:
-    """Blocks along M and along K of a weight [m, k]; without columns it has one, of empty groups."""
+    """Blocks along M and along K of a weight [m, k]; without columns one, of empty groups."""
     return -(-m // BLOCK_ROWS), max(1, -(-k // BLOCK_K))
 
 

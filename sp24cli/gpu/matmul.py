@@ -387,8 +387,8 @@ def matmul(
             are put in its own first, which reads and writes x once more.
         out: where D goes, [N, M] (order ``nm``) or [M, N] (``mn``), its rows contiguous, of type
             bf16, f16 or f32, or for s8 int32. Without it a `DeviceArray` of ``out_dtype`` is
-            returned, by default bf16, or f16 where the sums or a widened weight are. int32 are the plain sums of
-            products of codes.
+            returned, by default bf16, or f16 where the sums or a widened weight are. int32 are
+            the plain sums of products of codes.
         scale: f32, one for all of x, one a row of it, or [N, ceil(K / scale_k)]: one a row and
             ``scale_k`` columns, a multiple of 64.
         bias: f32 [M].

@@ -15,6 +15,7 @@ from sp24cli.bench import run as bench
 from sp24cli.bench.statistics import Settings
 from sp24cli.optypes import Operands
 from sp24cli.peers.loading import NUMPY_TYPES, PeerAbsent, PeerError
+from sp24cli.reference import widened
 from sp24cli.verify.result import Check, NumericsResult
 
 SETTINGS = Settings(
@@ -118,12 +119,12 @@ class Weight:
     fault = staticmethod(lambda got, n: got)
     us: ClassVar[dict[str, float]] = {}
 
-    def __init__(self, device, packed):
-        self.device, self.packed = device, packed
+    def __init__(self, device, packed, activations=None):
+        self.device, self.packed, self.activations = device, packed, activations
 
     @classmethod
-    def upload(cls, device, packed):
-        return cls(device, packed)
+    def upload(cls, device, packed, *, activations=None):
+        return cls(device, packed, activations)
 
     def plan(
         self,
@@ -171,6 +172,9 @@ class KernelPlan:
             if self.out == "s32":
                 assert scale_b is None
                 weight = packed.original_order(packed.codes()).astype(np.float64)
+            elif self.weight.activations is not None and packed.info.scale.block is not None:
+                weight = packed.original_order(widened(packed, self.types.b.dtype))
+                weight = weight.astype(np.float64)
             else:
                 weight = packed.original_order(packed.dequantize(np.float64))
             product = weight @ tokens.T
@@ -254,7 +258,7 @@ def simulate(monkeypatch):
         sp24cli.gpu.device, "elapsed_ms", lambda start, end: (end.at - start.at) / 1000
     )
     verify = SimpleNamespace(
-        verify_matrix=lambda packed, seed: NumericsResult(
+        verify_matrix=lambda packed, seed, activations=(): NumericsResult(
             "simulated", (Check("identity", True, 0.0, 0.0, 0.0),)
         )
     )

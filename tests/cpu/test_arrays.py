@@ -23,7 +23,8 @@ def array(shape: tuple[int, ...], dtype: str, strides: tuple[int, ...] | None = 
 
 
 #: All of a weight that is asked for before anything is launched.
-WEIGHT: Any = SimpleNamespace(shape=(M, K), type=operand_type("e4m3"), device=None)
+E4M3 = operand_type("e4m3")
+WEIGHT: Any = SimpleNamespace(shape=(M, K), type=E4M3, multiplied=E4M3, widened=None, device=None)
 OUT = array((N, M), "f4")
 
 
@@ -53,3 +54,18 @@ def test_arrays_that_would_be_read_wrong_are_refused(
 ) -> None:
     with pytest.raises(Sp24Error, match=fault):
         matmul(WEIGHT, x, out=OUT, **options)
+
+
+@pytest.mark.parametrize(
+    ("x", "fault"),
+    [
+        (array((N, K), "u1"), "x is uint8, the weight is float8_e4m3fn, uploaded for f16"),
+        (array((N, K), "f4"), "x is float32, the weight is float8_e4m3fn, uploaded for f16"),
+        (array((N, K), "f2", (2, 2 * N)), "x is not contiguous along K"),
+    ],
+)
+def test_a_widened_weight_takes_activations_of_its_width(x: Any, fault: str) -> None:
+    f16 = operand_type("f16")
+    weight: Any = SimpleNamespace(shape=(M, K), type=E4M3, multiplied=f16, widened=f16, device=None)
+    with pytest.raises(Sp24Error, match=fault):
+        matmul(weight, x, out=OUT)

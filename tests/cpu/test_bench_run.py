@@ -16,7 +16,7 @@ from sp24cli.bench import judge, plan, report
 from sp24cli.bench import run as bench
 from sp24cli.bench.problem import random_tokens, random_weight
 from sp24cli.bench.rates import Shape
-from sp24cli.errors import BadInputError
+from sp24cli.errors import BadInputError, Sp24Error
 from sp24cli.ops.choose import Choice
 from sp24cli.ops.quantize import quantize_file
 from sp24cli.optypes import operand_type
@@ -113,7 +113,46 @@ def test_every_pair_of_types_beside_peers(device, monkeypatch, options, name, ou
     assert not device.buffers
 
 
-@pytest.mark.parametrize(("options", "name", "out"), NEW_TYPES)
+#: Weights that are widened, and their outputs.
+WIDENED = [
+    ({"b_type": "bf16", "scale": "block", "block": "32x32"}, "e4m3_bf16", "bf16"),
+    ({"b_type": "f16", "scale": "block"}, "e4m3_f16", "f16"),
+    ({"scale": "mx"}, "e4m3_bf16", "bf16"),
+    ({"b_type": "f16", "scale": "vector", "out": "f32"}, "e4m3_f16", "f32"),
+    ({"b_type": "bf16"}, "e4m3_bf16", "bf16"),
+]
+
+
+@pytest.mark.parametrize(("options", "name", "out"), WIDENED)
+def test_widened_weights_stand_beside_the_dense_product(device, monkeypatch, options, name, out):
+    libraries(
+        monkeypatch, dense=5.0, sparse=({(o, i): 5.0 for o in ("nm", "mn") for i in (None, 0)},)
+    )
+    (case,) = run(device, **options).cases
+    assert (case.type, case.out) == (name, out)
+    assert [row.role.family for row in case.rows] == ["sp24", "cublaslt"]
+    assert all(row.check.passed for row in case.rows)
+    ours, dense = case.rows
+    # 16 bits a weight instead of 8 and a quarter of metadata for half of them.
+    m, n, k = case.shape.m, case.shape.n, case.shape.k
+    sixteen = {"bf16": 2, "f16": 2, "f32": 4}[out]
+    moved = 2 * n * k + sixteen * m * n
+    assert ours.burst.gbps == pytest.approx((m * k * 5 / 8 + moved) / ours.burst.us / 1e3)
+    assert dense.burst.gbps == pytest.approx((2 * m * k + moved) / dense.burst.us / 1e3)
+    assert not device.buffers
+
+
+def test_small_scales_need_wide_activations():
+    for options in ({"b_type": "e4m3"}, {"b_type": "e5m2"}):
+        with pytest.raises(Sp24Error, match="activations of bf16 or f16, not of"):
+            plan.plan_shapes((SMALL,), "e4m3", scale="mx", **options)
+    with pytest.raises(Sp24Error, match="scales of 8x32 need a kernel"):
+        plan.plan_shapes((SMALL,), "e4m3", scale="block", block="8x32")
+    with pytest.raises(BadInputError, match="is not ROWSxCOLUMNS"):
+        plan.plan_shapes((SMALL,), "e4m3", scale="block", block="8")
+
+
+@pytest.mark.parametrize(("options", "name", "out"), [*NEW_TYPES, *WIDENED])
 def test_a_wrong_element_is_seen_in_every_type(device, monkeypatch, options, name, out):
     def spoil(got, n):
         value = float(got[77, 5])
@@ -292,7 +331,7 @@ class TestSummation:
         packed, tokens = cases[0].load()
         uploaded = Weight.upload
 
-        def moved(device, packed):
+        def moved(device, packed, *, activations=None):
             scale = np.roll(packed.scale, 1, axis=packed.scale.ndim - 1)
             return uploaded(device, replace(packed, scale=scale) if of == "a" else packed)
 

@@ -8,9 +8,11 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import get_args
 
 import pytest
 
+from sp24cli import fragments
 from sp24cli.errors import Sp24Error
 from sp24cli.gpu.select import (
     block_summation,
@@ -18,12 +20,14 @@ from sp24cli.gpu.select import (
     check_block_scales,
     cta_tiles,
     model_cycles,
+    needs_widening,
     outputs,
     select,
     step_cycles,
 )
 from sp24cli.kernels import manifest
 from sp24cli.optypes import OPERANDS
+from sp24cli.scaling import ScaleSpec
 
 ROOT = Path(__file__).parents[2]
 LOADED = manifest.load()
@@ -63,6 +67,8 @@ OUTPUTS = {
     "s8": {"s32", "bf16", "f16", "f32"},
     "tf32": {"f32", "bf16"},
     "f16_sum16": {"f16"},
+    "e4m3_bf16": {"bf16", "f32"},
+    "e4m3_f16": {"f16", "f32"},
 }
 
 
@@ -70,6 +76,8 @@ def test_every_type_output_and_order_has_kernels_of_every_width() -> None:
     assert {e.type for e in LOADED.entries} == set(OPERANDS)
     for name, types in OPERANDS.items():
         assert set(outputs(name)) == OUTPUTS.get(name, {"bf16", "f16", "f32"})
+        if types.widened:
+            continue
         for out in outputs(name):
             for order in ("nm", "mn"):
                 found = candidates(name, out, order)
@@ -84,6 +92,34 @@ def test_every_type_output_and_order_has_kernels_of_every_width() -> None:
                     assert e.local_bytes == 0
     with pytest.raises(Sp24Error, match="no kernel multiplies e4m3 into s8 nm"):
         candidates("e4m3", "s8", "nm")
+
+
+@pytest.mark.parametrize("name", ["e4m3_bf16", "e4m3_f16"])
+@pytest.mark.parametrize("scales", get_args(fragments.WeightScales))
+def test_weights_are_widened_with_every_kind_of_scales(name: str, scales: str) -> None:
+    summation = manifest.WIDENED_SUMMATIONS[scales]
+    for out in OUTPUTS[name]:
+        for order in ("nm", "mn"):
+            found = candidates(name, out, order, summation)
+            assert candidates(name, out, order, summation, able=True) == found
+            assert {e.tile_n for e in found} == {16, 64, 256}
+            for e in found:
+                assert (e.layout, e.weight_scales, e.summation) == ("widened", scales, summation)
+                assert e.tile_k == fragments.BLOCK_K
+                assert e.block_bytes == fragments.BLOCK_BYTES[e.weight_scales]
+                assert e.local_bytes == 0
+    assert LOADED.conversion("pack_widened", scales, "e4m3") is not None
+
+
+def test_scales_decide_whether_a_weight_is_widened() -> None:
+    def widened_to(type_name: str, kind: str, block: str | None = None) -> tuple[str, ...]:
+        return needs_widening(type_name, ScaleSpec.parse(kind, block))
+
+    assert widened_to("e4m3", "mx") == widened_to("e4m3", "block", "16x32") == ("bf16", "f16")
+    assert widened_to("e4m3", "vector") == widened_to("e4m3", "block", "16x64") == ()
+    for type_name, block in (("e4m3", "1x32"), ("e4m3", "16x24"), ("e5m2", "16x16")):
+        with pytest.raises(Sp24Error, match="need a kernel that is not in this version"):
+            widened_to(type_name, "block", block)
 
 
 @pytest.mark.parametrize(

@@ -44,11 +44,15 @@ def test_an_unknown_type_is_named() -> None:
 def test_names_tell_what_differs_from_the_plain_type() -> None:
     assert list(OPERANDS) == [
         "e4m3", "e4m3_e5m2", "e5m2", "e5m2_e4m3", "f16", "f16_sum16", "bf16", "s8", "tf32",
+        "e4m3_bf16", "e4m3_f16",
     ]  # fmt: skip
     for name, found in OPERANDS.items():
         assert operands(found.a.name, found.b.name, found.accumulate) == found
         assert found.name == name
-        assert found.a.itemsize == found.b.itemsize
+        # What is multiplied has one width: A's own, or that which it is widened to.
+        assert found.multiplied == (found.b if found.widened else found.a)
+        assert found.multiplied.itemsize == found.b.itemsize
+        assert found.widened == (name in ("e4m3_bf16", "e4m3_f16"))
 
 
 @pytest.mark.parametrize("name", list(OPERAND_TYPES))
@@ -61,7 +65,7 @@ def test_the_default_of_every_type_is_its_own_name(name: str) -> None:
     ("wanted", "fault"),
     [
         (("f16", "bf16"), "f16 is not multiplied by bf16 (it is by f16 summed in f32, f16"),
-        (("e4m3", "s8"), "(it is by e4m3 summed in f32, e5m2 summed in f32)"),
+        (("e4m3", "s8"), "(it is by e4m3 summed in f32, e5m2 summed in f32, bf16 summed in f32"),
         (("bf16", None, "f16"), "bf16 is not multiplied by bf16 summed in f16"),
         (("s8", "s8", "f32"), "s8 is not multiplied by s8 summed in f32"),
     ],

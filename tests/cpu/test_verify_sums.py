@@ -23,7 +23,7 @@ def cut_sums(a: Array, b: Array, name: str) -> Array:
     types = OPERANDS[name]
     if types.accumulate == "s32":
         return a @ b.T
-    bits, terms = CUTS[types.accumulate][types.a.itemsize]
+    bits, terms = CUTS[types.accumulate][types.multiplied.itemsize]
     total = np.zeros((len(a), len(b)))
     for k in range(0, a.shape[1], 2 * terms):
         products = a[:, None, k : k + 2 * terms] * b[None, :, k : k + 2 * terms]
@@ -58,11 +58,13 @@ def test_sums_that_are_cut_at_every_step_are_within_the_bounds(name: str, k: int
     relative = np.linalg.norm(error) / np.linalg.norm(want)
     assert relative <= frobenius_bound(types, k, out)
     if types.accumulate != "s32":
-        assert relative > frobenius_bound(types, k, out) / 100, "no bound that all pass"
+        # A code has four bits: its products with 16 bits fit most grids, and lose nothing there.
+        wide = 300 if types.widened else 100
+        assert relative > frobenius_bound(types, k, out) / wide, "no bound that all pass"
     # A scale that was rounded to bfloat16 is seen, but where sums have few bits themselves: there
     # exact integers and the identity decide.
     seen = np.abs(got * (1 + 2.0**-8) - want) > bound
-    assert seen.any() == (name in ("f16", "bf16", "tf32", "s8"))
+    assert seen.any() == (name in ("f16", "bf16", "tf32", "s8", "e4m3_bf16", "e4m3_f16"))
 
 
 def test_sums_of_integers_are_to_be_exact() -> None:
