@@ -472,7 +472,7 @@ def test_a_gpu_runs_all_but_small_blocks(
     assert numerics is not None
     if kind == "block":
         assert numerics.device == "cpu"
-        assert numerics.note.startswith("not run on the GPU: scales that change every 8 of K need")
+        assert numerics.note.startswith("not run on the GPU: scales of 32x8 need a kernel")
         assert len(numerics.checks) == 6
     else:
         assert numerics.device == "Fake H200"

@@ -11,9 +11,13 @@ import numpy.typing as npt
 
 from sp24cli.bits import widen
 from sp24cli.fp8 import convert
+from sp24cli.gpu.device import Device
+from sp24cli.gpu.matmul import SparseWeight
+from sp24cli.kernels.manifest import Entry
 from sp24cli.optypes import OPERANDS, OperandType, operand_type
 from sp24cli.packed import PackedMatrix, pack
 from sp24cli.pruning.pattern import pattern_of, prune_magnitude
+from sp24cli.reference import widened
 from sp24cli.scaling import ScaleSpec
 from sp24cli.sparsity import prune_24
 from sp24cli.verify.cpu import random_activations
@@ -47,8 +51,8 @@ EXACT = np.array([1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28], np.float3
 
 @dataclass(frozen=True)
 class Problem:
-    """``x`` is of type B, ``exact`` the product of the dequantized weight ``a64`` with it, ``sums``
-    that of the codes."""
+    """``x`` is of type B, ``exact`` the product of the dequantized weight ``a64`` with it (of the
+    widened one, where that is what is multiplied), ``sums`` that of the codes."""
 
     packed: PackedMatrix
     x: Array
@@ -63,11 +67,38 @@ class Problem:
         return product
 
 
+def upload(device: Device, packed: PackedMatrix, types: str) -> SparseWeight:
+    """The weight as kernels of these operands, a name of `optypes.OPERANDS`, read it."""
+    found = OPERANDS[types]
+    wide = found.b.name if found.widened else None
+    return SparseWeight.upload(device, packed, activations=wide)
+
+
 def make_packed(dense: Array, type_name: str, scale: str, layout: str = "sm90") -> PackedMatrix:
+    """``scale`` is a kind, or a block as in 32x32."""
     optype = operand_type(type_name)
-    spec = ScaleSpec.parse(scale if optype.scaled else "none", None)
+    kind, block = ("block", scale) if scale[0].isdigit() else (scale, None)
+    spec = ScaleSpec.parse(kind if optype.scaled else "none", block)
     packed, _ = pack(dense, optype, spec, source_dtype="F32")
     return packed.to_layout(layout)
+
+
+def operand_scale(entry: Entry) -> str:
+    """The scales, as `make_packed` takes them, that a kernel applies to a weight before it is
+    multiplied; "tensor" where it applies none."""
+    return {"none": "tensor", "block": "32x32", "mx": "mx"}[entry.weight_scales]
+
+
+def spread(packed: PackedMatrix, scale: str) -> PackedMatrix:
+    """The same values where the one scale, a power of two, is written for every block of
+    ``scale``, as `make_packed` takes it."""
+    if scale == "tensor":
+        return packed
+    kind, block = ("block", scale) if scale[0].isdigit() else (scale, None)
+    spec = ScaleSpec.parse(kind, block)
+    assert packed.scale is not None
+    filled = np.full(spec.shape(*packed.shape), packed.scale[0]).astype(spec.dtype)
+    return replace(packed, info=replace(packed.info, scale=spec), scale=filled)
 
 
 def anchored(dense: Array, optype: OperandType) -> Array:
@@ -77,14 +108,14 @@ def anchored(dense: Array, optype: OperandType) -> Array:
 
 
 @cache
-def integers(types: str, m: int, n: int, k: int) -> Problem:
+def integers(types: str, m: int, n: int, k: int, scale: str = "tensor") -> Problem:
     """Small integers: every partial sum is exact in the tensor core (in f16, too: below 2048), so
-    D is. ``types`` is a name of `optypes.OPERANDS`."""
+    D is. ``types`` is a name of `optypes.OPERANDS`, ``scale`` as for `spread`."""
     a, b = OPERANDS[types].a, OPERANDS[types].b
     random = np.random.default_rng([m, n, k])
     dense = prune_magnitude(random.integers(-3, 4, (m, k)).astype(np.float32), pattern_of(a))
     x = convert(random.integers(-1, 2, (n, k)).astype(np.float32), b)
-    return _problem(make_packed(anchored(dense, a), a.name, "tensor"), x)
+    return _problem(spread(make_packed(anchored(dense, a), a.name, "tensor"), scale), x)
 
 
 @cache
@@ -111,6 +142,8 @@ def all_codes(m: int, n: int, k: int) -> Problem:
 
 
 def _problem(packed: PackedMatrix, x: Array) -> Problem:
-    a = packed.dequantize(np.float64)
+    in_operand = packed.info.scale.block is not None and x.dtype.itemsize > 1
+    a = widen(widened(packed, x.dtype)) if in_operand else packed.dequantize(np.float64)
+    a = a.astype(np.float64)
     b = widen(x).astype(np.float64)
     return Problem(packed, x, a, a @ b.T, np.sqrt((a * a) @ (b * b).T))

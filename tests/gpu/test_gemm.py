@@ -33,7 +33,7 @@ def run(
     scale_b_k: int = 0,
 ) -> problems.Array:
     """D as [M, N]; run `RUNS` times, which must give the same bits."""
-    weight = SparseWeight.upload(device, problem.packed)
+    weight = problems.upload(device, problem.packed, entry.type)
     outs = [
         multiply(
             device,
@@ -55,7 +55,9 @@ def run(
 
 
 def weight_scale(entry: manifest.Entry) -> str:
-    """The finest kind of scale beside the loop's: where that is by rows, none is by row."""
+    """The finest scale of a weight beside the loop's: where that is by rows, none is by row."""
+    if entry.weight_scales != "none":
+        return problems.operand_scale(entry)
     return "tensor" if entry.loop_scales == "block" else "vector"
 
 
@@ -77,7 +79,7 @@ def assert_close(
 def test_small_integers_are_exact(
     device: Device, entry: manifest.Entry, shape: tuple[int, int, int]
 ) -> None:
-    problem = problems.integers(entry.type, *shape)
+    problem = problems.integers(entry.type, *shape, problems.operand_scale(entry))
     d = run(device, entry, problem)
     want = problem.exact.astype(np.float32).astype(OUT_DTYPES[entry.out_type])
     assert np.array_equal(d, want)
@@ -104,7 +106,7 @@ def test_random_data_with_scales_and_bias(
 
 @EVERY_KERNEL
 def test_tensor_scales(device: Device, entry: manifest.Entry) -> None:
-    problem = problems.normal(entry.type, 192, 40, 640, "tensor")
+    problem = problems.normal(entry.type, 192, 40, 640, problems.operand_scale(entry))
     if not entry.scales:
         with pytest.raises(Sp24Error, match="s32 are plain sums"):
             run(device, entry, problem, np.array([0.25], np.float32))
@@ -131,6 +133,7 @@ def test_every_pattern_at_every_lane_by_the_identity(device: Device, entry: mani
         np.put_along_axis(dense, chosen, problems.EXACT[which], axis=2)
         dense = problems.anchored(dense.reshape(m, k), types.a)
         packed = problems.make_packed(dense, entry.a_type, "tensor")
+        packed = problems.spread(packed, problems.operand_scale(entry))
         problem = problems.Problem(packed, x, dense, dense, dense)
         assert np.array_equal(run(device, entry, problem).astype(np.float32), dense)
 
@@ -139,9 +142,9 @@ def test_every_pattern_at_every_lane_by_the_identity(device: Device, entry: mani
 def test_writes_inside_its_rows_alone(device: Device, entry: manifest.Entry) -> None:
     """With a pitch that allows no vectors and a guard around D, nothing beside D is touched."""
     m, n, k = 130, 37, 260
-    problem = problems.integers(entry.type, m, n, k)
-    weight = SparseWeight.upload(device, problem.packed)
-    rows = padded_rows(problem.x, weight.type)
+    problem = problems.integers(entry.type, m, n, k, problems.operand_scale(entry))
+    weight = problems.upload(device, problem.packed, entry.type)
+    rows = padded_rows(problem.x, weight.multiplied)
     lines, width = (n, m) if entry.order == "nm" else (m, n)
     dtype = OUT_DTYPES[entry.out_type]
     for pad, lead in ((3, 1), (8 - width % 8, 8)):
@@ -165,7 +168,7 @@ def test_writes_inside_its_rows_alone(device: Device, entry: manifest.Entry) -> 
 @EVERY_KERNEL
 def test_tile_order_changes_no_bit(device: Device, entry: manifest.Entry) -> None:
     problem = problems.normal(entry.type, 2100, 1100, 256, weight_scale(entry))
-    weight = SparseWeight.upload(device, problem.packed)
+    weight = problems.upload(device, problem.packed, entry.type)
     x = device.upload(problem.x.view(np.uint8))
     dtype = OUT_DTYPES[entry.out_type]
     seen = set()
@@ -190,7 +193,11 @@ def test_every_number_of_blocks_is_split(device: Device, entry: manifest.Entry) 
 
 @pytest.mark.parametrize(
     "entry",
-    [e for e in ENTRIES if (e.type, e.out_type, e.order) == ("e4m3", "bf16", "nm")],
+    [
+        e
+        for e in ENTRIES
+        if (e.type, e.out_type, e.order) in (("e4m3", "bf16", "nm"), ("e4m3_bf16", "bf16", "nm"))
+    ],  # fmt: skip
     ids=lambda e: e.name,
 )
 @pytest.mark.parametrize("shape", [(512, 128, 8192), (2100, 1100, 1024)], ids=lambda s: str(s[0]))
@@ -200,7 +207,7 @@ def test_a_hundred_runs_give_the_same_bits(
     """With one tile a CTA and with several, of random data, whose sums depend on their order."""
     m, n, k = shape
     problem = problems.normal(entry.type, m, n, k, weight_scale(entry))
-    weight = SparseWeight.upload(device, problem.packed)
+    weight = problems.upload(device, problem.packed, entry.type)
     x = device.upload(problem.x.view(np.uint8))
     plan = weight.plan(n, entry.out_type, entry.order, entry.name)
     out = device.alloc(m * n * OUT_DTYPES[entry.out_type].itemsize)
@@ -219,10 +226,10 @@ def test_launches_that_overlap_change_no_bit(device: Device, entry: manifest.Ent
     turns = []
     for m in (1100, 1036):
         problem = problems.normal(entry.type, m, n, k, weight_scale(entry))
-        weight = SparseWeight.upload(device, problem.packed)
+        weight = problems.upload(device, problem.packed, entry.type)
         types = OPERANDS[entry.type]
         plan = weight.plan(n, entry.out_type, entry.order, entry.name, types=types)
-        x = device.upload(padded_rows(problem.x, weight.type).view(np.uint8))
+        x = device.upload(padded_rows(problem.x, weight.multiplied).view(np.uint8))
         size = m * n * OUT_DTYPES[entry.out_type].itemsize
         turns.append((plan, x, [device.alloc(size) for _ in range(20)]))
     alone = []

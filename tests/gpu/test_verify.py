@@ -37,7 +37,11 @@ def test_right_matrices_pass(device: Device, type_name: str, scale: str, layout:
     assert result.passed, result
     # By every kernel whose A is of this type, but for those of scales that change along K.
     ran = {check.name for check in result.checks}
-    kernels = [e for e in load().entries if e.a_type == type_name and e.loop_scales == "none"]
+    kernels = [
+        e
+        for e in load().entries
+        if (e.a_type, e.loop_scales, e.layout) == (type_name, "none", "sm90")
+    ]
     assert ran == {"identity"} | {e.name for e in kernels}
     assert cpu.verify_matrix(packed(type_name, scale, layout), 1).passed
 
@@ -53,9 +57,68 @@ def test_one_wrong_bit_on_the_way_is_found(device: Device, monkeypatch: pytest.M
     meta[123, used] = (meta[123, used] & 0xF0) | 0b1101
     upload = gpu.SparseWeight.upload
     monkeypatch.setattr(
-        gpu.SparseWeight, "upload", lambda dev, _: upload(dev, replace(good, meta=meta))
+        gpu.SparseWeight,
+        "upload",
+        lambda dev, _, **options: upload(dev, replace(good, meta=meta), **options),
     )
     result = verify_matrix(good, 1)
     identity = result.checks[0]
     assert identity.name == "identity" and not identity.passed
     assert identity.first_bad is not None and identity.first_bad[0] == 123
+
+
+@pytest.mark.parametrize("scale", ["16x16", "32x32", "mx"])
+@pytest.mark.parametrize("overflow", ["satfinite", "nan"])
+def test_weights_with_small_scales_are_widened(device: Device, scale: str, overflow: str) -> None:
+    matrix = packed("e4m3", scale, "row")
+    matrix = replace(matrix, info=replace(matrix.info, overflow=overflow))
+    result = verify_matrix(matrix, 1)
+    assert result.passed, result
+    kind = "mx" if scale == "mx" else "block"
+    kernels = {e.name for e in load().entries if e.weight_scales == kind}
+    names = {check.name for check in result.checks}
+    assert names == {"bf16 identity", "f16 identity"} | kernels
+    assert cpu.verify_matrix(matrix, 1).passed
+
+
+def test_any_e4m3_weight_may_be_widened(device: Device) -> None:
+    for scale, kind in (("vector", "none"), ("128x128", "block")):
+        result = verify_matrix(packed("e4m3", scale, "row"), 1, ("f16",))
+        assert result.passed, result
+        kernels = [e for e in load().entries if (e.type, e.weight_scales) == ("e4m3_f16", kind)]
+        assert len(result.checks) == 1 + len(kernels)
+
+
+def test_an_infinite_operand_is_verified_too(device: Device) -> None:
+    """A weight beyond f16 is infinite with ``nan``: the identity knows, and no sum is judged."""
+    matrix = packed("e4m3", "16x16", "row")
+    assert matrix.scale is not None
+    scale = matrix.scale.copy()
+    scale[3, 7] *= 2.0**30
+    info = replace(matrix.info, overflow="nan")
+    result = verify_matrix(replace(matrix, info=info, scale=scale), 1, ("f16",))
+    assert result.passed, result
+    assert [check.name for check in result.checks] == ["f16 identity"]
+    saturated = verify_matrix(replace(matrix, scale=scale), 1, ("f16",))
+    assert saturated.passed and len(saturated.checks) > 1, saturated
+
+
+def test_a_wrong_scale_of_a_widened_weight_is_found(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sp24cli.verify import gpu
+
+    good = packed("e4m3", "16x16", "row")
+    assert good.scale is not None
+    scale = good.scale.copy()
+    scale[5, 9] = np.nextafter(scale[5, 9], np.float32(1)) * np.float32(1 + 2.0**-7)
+    upload = gpu.SparseWeight.upload
+    monkeypatch.setattr(
+        gpu.SparseWeight,
+        "upload",
+        lambda dev, _, **options: upload(dev, replace(good, scale=scale), **options),
+    )
+    identity = verify_matrix(good, 1).checks[0]
+    assert identity.name == "bf16 identity" and not identity.passed
+    assert identity.first_bad is not None
+    assert 80 <= identity.first_bad[0] < 96 and 144 <= identity.first_bad[1] < 160
