@@ -58,12 +58,17 @@ def unpack(packed: PackedMatrix, dtype: str = "f32") -> npt.NDArray[Any]:
     return packed.restore(_DTYPES[dtype])
 
 
-def upload(packed: PackedMatrix, device: int = 0) -> SparseWeight:
+def upload(
+    packed: PackedMatrix, device: int = 0, *, activations: str | None = None
+) -> SparseWeight:
     """``packed`` on GPU number ``device``, ready for `matmul`.
+
+    ``activations`` "bf16" or "f16" widens an e4m3 weight to that type in the kernel; mx and small
+    blocks need it.
 
     Raises:
         NoGpuError: no usable Hopper GPU.
-        Sp24Error: scales that no kernel applies (small blocks), or smoothed columns.
+        Sp24Error: scales that no kernel applies so, or smoothed columns.
     """
     if packed.smooth is not None:
         # Or the product would be silently that of other activations.
@@ -74,7 +79,7 @@ def upload(packed: PackedMatrix, device: int = 0) -> SparseWeight:
     from sp24cli.gpu.device import Device
     from sp24cli.gpu.matmul import SparseWeight
 
-    return SparseWeight.upload(Device.open(device), packed)
+    return SparseWeight.upload(Device.open(device), packed, activations=activations)
 
 
 def matmul(weight: SparseWeight, x: Any, **options: Any) -> Any:

@@ -243,18 +243,23 @@ class ExactProblem:
 
 
 def exact_problem(packed: PackedMatrix, n: int, b_type: OperandType, seed: int) -> ExactProblem:
-    """Integers on the mask of ``packed``, as sparse as keeps |D| under 256 (nine deviations)."""
+    """Integers on the mask of ``packed``, as sparse as keeps |D| under 256 (nine deviations).
+
+    Scales that are applied to a weight that is widened are all 1, for the kernels that apply them;
+    any other weight is left without."""
     rng = np.random.default_rng([seed, n])
     row = packed.to_layout("row")
     assert row.values is not None
     k = packed.shape[1]
     optype = operand_type(packed.info.type)
     density = min(2 / 3, _EXACT_DEVIATION / math.sqrt(max(1, k // 2)))
-    unscaled = ScaleSpec("tensor" if optype.scaled else "none")
+    spec = ScaleSpec("tensor" if optype.scaled else "none")
+    if optype.itemsize < b_type.itemsize and row.info.scale.block is not None:
+        spec = row.info.scale
     values = _signs(rng, row.values.shape, density).astype(optype.dtype)
     tokens = _signs(rng, (n, k), density).astype(b_type.dtype)
-    info = replace(row.info, scale=unscaled)
-    ones = np.ones(1, np.float32) if optype.scaled else None
+    info = replace(row.info, scale=spec)
+    ones = np.ones(spec.shape(*packed.shape)).astype(spec.dtype) if optype.scaled else None
     return ExactProblem(replace(row, info=info, values=values, scale=ones), tokens)
 
 

@@ -175,6 +175,17 @@ class TestExact:
         assert np.array_equal(exact.packed.meta, packed.to_layout("row").meta)
         assert exact.packed.info.scale.kind in ("tensor", "none")
 
+    @pytest.mark.parametrize("spec", [ScaleSpec("block", (32, 32)), ScaleSpec.parse("mx")])
+    def test_kernels_that_widen_with_scales_get_some_of_1(self, spec):
+        e4m3 = operand_type("e4m3")
+        packed = random_weight(M, K, e4m3, spec, seed=2, workers=2)
+        exact = exact_problem(packed, N, operand_type("bf16"), seed=3)
+        assert exact.packed.info.scale == spec
+        assert check_structure(exact.packed) is None
+        assert np.array_equal(exact.packed.dequantize(), exact.packed.codes().astype(np.float32))
+        # Kernels of 8 bits know one scale, or block scales and then none.
+        assert exact_problem(packed, N, e4m3, seed=3).packed.info.scale.kind == "tensor"
+
     def test_every_output_type_holds_the_product(self, problem):
         product = self.product(problem[1])
         assert product.std() > 7  # and it is not degenerate

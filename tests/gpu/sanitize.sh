@@ -21,7 +21,7 @@ for tool in "$@"; do
   fi
   SP24_KERNELS=$kernels SP24_REQUIRE_GPU=1 SP24_RUNS=1 compute-sanitizer --tool "$tool" --error-exitcode 99 \
     --target-processes all "$python" -m pytest tests/gpu/test_gemm.py tests/gpu/test_pack.py \
-    tests/gpu/test_ladder.py tests/gpu/test_tune.py tests/gpu/test_promoted.py \
+    tests/gpu/test_ladder.py tests/gpu/test_tune.py tests/gpu/test_promoted.py tests/gpu/test_widened.py \
     tests/gpu/test_convert.py tests/gpu/test_activations.py -q -p no:cacheprovider --maxfail=20 \
     ${JOBS:+--numprocesses=$JOBS --dist=loadgroup -p no:benchmark} \
     -k "((small_integers and (192x256x1280 or 65x300x1412)) or image or (number_of_blocks and (bf16_nm or f32_mn)) or \

@@ -1,5 +1,5 @@
-"""Weights that are widened to 16 bits: what sets their kernels apart. They take part in the tests of
-every kernel (test_gemm.py) as well."""
+"""Weights that are widened to 16 bits: what sets their kernels apart. They take part in the tests
+of every kernel (test_gemm.py) as well."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def pairs_of(m: int, k: int) -> problems.Array:
 
 
 def scales_of(spec: ScaleSpec, shape: tuple[int, ...], exponents: problems.Array) -> problems.Array:
-    """2^exponents, for float32 with all bits of the mantissa in use, in a place of their own each."""
+    """2^exponents in turn; of float32 with a random mantissa each."""
     found = np.resize(exponents, shape)
     if spec.kind == "mx":
         return powers(found)
@@ -171,8 +171,8 @@ def test_every_code_at_every_place_under_extreme_scales(
 @in_f32
 @pytest.mark.parametrize("overflow", ["satfinite", "nan"])
 def test_infinities_and_nan(device: Device, entry: manifest.Entry, overflow: str) -> None:
-    """All codes under scales of all sizes, one a row, at every place of a block: what is infinite or
-    NaN takes the rest of its row along, as in any product with zeros."""
+    """All codes under scales of all sizes, one a row, at every place of a block: what is infinite
+    or NaN takes the rest of its row along, as in any product with zeros."""
     if entry.weight_scales == "none":
         exponents = np.array([-20, 0, 5])
     else:
