@@ -138,12 +138,13 @@ class RungWeight:
         A. ``raster`` is the tile order's where the rung has one, chosen by the sizes if not given.
 
         Raises:
-            Sp24Error: the weight has another operand type than the rung.
+            Sp24Error: the weight has another operand type than the rung, or is to be widened.
         """
         weight, device = self.weight, self.weight.device
-        if entry.a_type != weight.type.name:
+        if entry.a_type != weight.type.name or weight.widened is not None:
+            wide = "" if weight.widened is None else f" widened to {weight.widened.name}"
             raise Sp24Error(
-                f"{entry.name} multiplies {entry.a_type}, the weight {weight.type.name}"
+                f"{entry.name} multiplies {entry.a_type}, the weight is {weight.type.name}{wide}"
             )
         m, k = weight.shape
         item = weight.type.itemsize

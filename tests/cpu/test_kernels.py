@@ -111,6 +111,13 @@ def test_weights_are_widened_with_every_kind_of_scales(name: str, scales: str) -
     assert LOADED.conversion("pack_widened", scales, "e4m3") is not None
 
 
+@pytest.mark.parametrize(("n", "tile_n"), [(1, 16), (16, 16), (64, 64), (4096, 256)])
+def test_widened_weights_take_the_tile_of_their_tokens(n: int, tile_n: int) -> None:
+    for scales, summation in manifest.WIDENED_SUMMATIONS.items():
+        entry = select("e4m3_bf16", "bf16", "nm", 28672, n, 8192, 132, summation)
+        assert (entry.tile_n, entry.weight_scales) == (tile_n, scales)
+
+
 def test_scales_decide_whether_a_weight_is_widened() -> None:
     def widened_to(type_name: str, kind: str, block: str | None = None) -> tuple[str, ...]:
         return needs_widening(type_name, ScaleSpec.parse(kind, block))
