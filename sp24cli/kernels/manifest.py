@@ -201,7 +201,7 @@ class ConversionEntry:
 
 
 #: The kinds of `ConversionEntry`.
-CONVERSIONS = ("prune", "amax", "scales", "quantize", "tokens", "gather")
+CONVERSIONS = ("prune", "amax", "scales", "quantize", "tokens", "smooth_tokens", "gather")
 
 AnyEntry = Entry | PackEntry | CeilingEntry | RungEntry | ConversionEntry
 

@@ -23,7 +23,7 @@ def array(shape: tuple[int, ...], dtype: str, strides: tuple[int, ...] | None = 
 
 
 #: All of a weight that is asked for before anything is launched.
-WEIGHT: Any = SimpleNamespace(shape=(M, K), type=operand_type("e4m3"), device=None)
+WEIGHT: Any = SimpleNamespace(shape=(M, K), type=operand_type("e4m3"), device=None, smooth=None)
 OUT = array((N, M), "f4")
 
 
@@ -53,3 +53,16 @@ def test_arrays_that_would_be_read_wrong_are_refused(
 ) -> None:
     with pytest.raises(Sp24Error, match=fault):
         matmul(WEIGHT, x, out=OUT, **options)
+
+
+@pytest.mark.parametrize("smoothed", [False, True])
+def test_what_activations_must_have_gone_through_is_asked_for(smoothed: bool) -> None:
+    """Neither can be seen of codes: both would be a wrong product."""
+    codes = array((N, K), "u1")
+    weight = SimpleNamespace(
+        **vars(WEIGHT) | {"smooth": array((K,), "f4"), "column_order": object()}
+    )
+    fault = "a permuted weight takes one scale of x" if smoothed else "columns are smoothed: x must"
+    with pytest.raises(Sp24Error, match=fault):
+        # Of K = 16 a scale for every 8 columns.
+        matmul(weight, codes, out=OUT, scale=array((N, 2), "f4"), scale_k=8, smoothed=smoothed)

@@ -23,7 +23,7 @@ LAYERS = (
     ("pruning",),
     ("scaling", "layout"),
     ("calibration", "smoothing"),
-    ("packed",),
+    ("packed", "activations"),
     ("reference",),
     ("checkpoint",),
     ("formats",),
