@@ -157,6 +157,9 @@ int main() {
 #define SP24_TOKENS(operand, source)                                                           \
   conversion(SP24_STRING(SP24_TOKENS_NAME(operand, source)), "tokens", #operand, #source, 0,   \
              "tokens");
+#define SP24_SMOOTH_TOKENS(operand, source)                                                    \
+  conversion(SP24_STRING(SP24_SMOOTH_TOKENS_NAME(operand, source)), "smooth_tokens", #operand, \
+             #source, 0, "tokens");
 #define SP24_GATHER(bits)                                                                   \
   conversion(SP24_STRING(SP24_GATHER_NAME(bits)), "gather", "", #bits, sp24::kGatherBytes, \
              "gather");

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sp24cli.checkpoint.packedfile import PackedFile
-from sp24cli.errors import BadInputError, Sp24Error
+from sp24cli.errors import BadInputError
 from sp24cli.packed import PackedMatrix
 
 if TYPE_CHECKING:
@@ -64,18 +64,13 @@ def upload(
     """``packed`` on GPU number ``device``, ready for `matmul`.
 
     ``activations`` "bf16" or "f16" widens an e4m3 weight to that type in the kernel; mx and small
-    blocks need it.
+    blocks need it. Of a weight whose columns are smoothed, ``smooth`` of the result are the factors
+    that the activations must be divided by: `quantize_tokens` takes them.
 
     Raises:
         NoGpuError: no usable Hopper GPU.
-        Sp24Error: scales that no kernel applies so, or smoothed columns.
+        Sp24Error: scales that no kernel applies so.
     """
-    if packed.smooth is not None:
-        # Or the product would be silently that of other activations.
-        raise Sp24Error(
-            "a weight with smoothed columns cannot be multiplied yet: no kernel divides the "
-            "activations by its factors (X.weight_smooth) before they are quantized"
-        )
     from sp24cli.gpu.device import Device
     from sp24cli.gpu.matmul import SparseWeight
 
@@ -90,7 +85,8 @@ def matmul(weight: SparseWeight, x: Any, **options: Any) -> Any:
 
 
 def quantize_tokens(x: Any, *, device: int = 0, **options: Any) -> tuple[DeviceArray, DeviceArray]:
-    """Activations in FP8 with a scale a row, for `matmul`: see `gpu.activations.quantize_tokens`.
+    """Activations in FP8 or s8 with a scale a row, for `matmul`, divided by the weight's factors
+    before where it has such (``smooth=weight.smooth``): see `gpu.activations.quantize_tokens`.
 
     Raises:
         NoGpuError: no usable Hopper GPU.

@@ -525,9 +525,11 @@ def check_parts(packed: PackedMatrix) -> str | None:
             permute.check_order(packed.perm, packed.shape[1])
         except BadInputError as error:
             return str(error)
-    if packed.smooth is not None and (bad := scaling.find_bad(packed.smooth)) is not None:
-        factor = float(packed.smooth[bad])
-        return f"smooth {factor} at {list(bad)} is not positive, normal and finite"
+    if packed.smooth is not None:
+        try:
+            smoothing.check_factors(packed.smooth)
+        except BadInputError as error:
+            return str(error)
     return None
 
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from sp24cli.bits import Array, contiguous_bits, magnitude_values, magnitudes, number_type, widen
 from sp24cli.errors import BadInputError
+from sp24cli.scaling import find_bad, quotient
 
 #: As the paper has it for most models.
 ALPHA = 0.5
@@ -72,6 +73,13 @@ def factors(activations: Array, weights: Array, alpha: float) -> Array:
         return np.clip(np.array(exact), _F32.tiny, _F32.max).astype(np.float32)
 
 
+def check_factors(factors: Array) -> None:
+    """`BadInputError` naming the first of ``factors`` [K] that can be none."""
+    if (bad := find_bad(factors)) is not None:
+        factor = float(factors[bad])
+        raise BadInputError(f"smooth {factor} at {list(bad)} is not positive, normal and finite")
+
+
 def apply(dense: Array, factors: Array) -> Array:
     """``dense`` [R, K] with column j times ``factors[j]``: float32, each product rounded once
     (float64 for float64)."""
@@ -79,3 +87,9 @@ def apply(dense: Array, factors: Array) -> Array:
     with np.errstate(over="ignore", under="ignore"):
         smoothed: Array = wide * factors.astype(wide.dtype)
     return smoothed
+
+
+def divide(activations: Array, factors: Array) -> Array:
+    """``activations`` [N, K] with column j divided by ``factors[j]``: float32, by one IEEE
+    division each (float64 for float64). What `apply` does to the weight, undone in the product."""
+    return quotient(activations, factors)

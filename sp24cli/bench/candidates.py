@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sp24cli import optypes
-from sp24cli.bench.problem import Tokens
+from sp24cli.activations import Tokens
 from sp24cli.bench.rates import Shape
 from sp24cli.errors import Sp24Error
 from sp24cli.packed import PackedMatrix

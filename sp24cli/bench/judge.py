@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sp24cli import rowblocks
+from sp24cli.activations import Tokens, over_columns
 from sp24cli.bench.candidates import Operands, Ours, Peer
 from sp24cli.bench.check import (
     Reference,
@@ -26,7 +27,6 @@ from sp24cli.bench.check import (
 )
 from sp24cli.bench.instrument import Work
 from sp24cli.bench.plan import BenchPlan, Case
-from sp24cli.bench.problem import Tokens, over_columns
 from sp24cli.bits import widen
 from sp24cli.errors import VerificationError
 from sp24cli.packed import PackedMatrix

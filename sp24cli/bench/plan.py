@@ -8,23 +8,20 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy.typing as npt
 
-from sp24cli.bench.problem import (
-    Tokens,
-    load_activations,
-    quantize_tokens,
-    random_tokens,
-    random_weight,
-)
+from sp24cli.activations import Tokens, quantize_tokens
+from sp24cli.bench.problem import load_activations, random_tokens, random_weight
 from sp24cli.bench.rates import Shape
 from sp24cli.bench.statistics import Settings
 from sp24cli.checkpoint.packedfile import PackedFile
 from sp24cli.errors import BadInputError, Sp24Error
 from sp24cli.fragments import weight_scales
 from sp24cli.gpu.select import needs_widening
+from sp24cli.ops.plan import tensor_label
 from sp24cli.optypes import OPERANDS, Operands, OperandType, operand_type, operands
-from sp24cli.packed import PackedMatrix
+from sp24cli.packed import PackedMatrix, check_parts
 from sp24cli.pruning import permute
 from sp24cli.scaling import ScaleKind, ScaleSpec
+from sp24cli.smoothing import divide
 
 if TYPE_CHECKING:
     pass
@@ -162,15 +159,18 @@ def plan_file(
             except Sp24Error as error:
                 notes.append(f"{name}: not timed: {error}")
                 continue
-            kind = (info.shape, info.type, info.scale, info.permuted)
+            kind = (info.shape, info.type, info.scale, info.permuted, info.smooth is not None)
             chosen.setdefault(kind, []).append(name)
     if not chosen:
         fits = "" if given is None else f" with K = {given.shape[1]}, as the activations have,"
         raise BadInputError(f"{path}: no packed weight{fits} that the kernels take")
     cases = []
-    for ((m, k), type_name, spec, permuted), names in chosen.items():
+    for ((m, k), type_name, spec, permuted, smooth), names in chosen.items():
         if permuted:
             notes.append(f"{names[0]}: sp24's time includes reordering the activations' columns")
+        if smooth:
+            which = "are taken as" if given is None else "were"
+            notes.append(f"{names[0]}: activations {which} divided by its factors")
         if len(names) > 1:
             notes.append(f"{names[0]} ({m}x{k}) stands for {len(names)} weights of its shape")
         types = types_of(type_name, spec, b_type, accumulate)
@@ -197,14 +197,19 @@ def _file_loader(
     def load() -> tuple[PackedMatrix, Tokens]:
         with PackedFile(path) as packed_file:
             packed = packed_file.load(name)
+            if (fault := check_parts(packed)) is not None:
+                raise BadInputError(f"{tensor_label(packed_file.file, name)}: {fault}")
         by_block = packed.info.scale.kind == "block" and b_type.scaled
         scale_k = SCALE_K if by_block else 0
         if given is None:
             return packed, random_tokens(n, packed.shape[1], b_type, seed, workers, scale_k)
-        tokens = quantize_tokens(given[:n], b_type, workers, scale_k)
+        rows = given[:n]
+        # The factors are in the original's order, and scales count columns as they are stored.
+        if packed.smooth is not None:
+            rows = divide(rows, packed.smooth)
         if packed.perm is not None:
-            tokens = Tokens(permute.apply(tokens.codes, packed.perm), tokens.scale)
-        return packed, tokens
+            rows = permute.apply(rows, packed.perm)
+        return packed, quantize_tokens(rows, b_type, workers, scale_k)
 
     return load
 

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 import sp24cli
 from sp24cli import optypes
+from sp24cli.activations import Tokens
 from sp24cli.bench.candidates import (
     Candidate,
     Operands,
@@ -29,7 +30,6 @@ from sp24cli.bench.ceiling import copy_bandwidth, wgmma_ceilings
 from sp24cli.bench.instrument import DeviceTimer, Instrument, Measurement, Timing
 from sp24cli.bench.judge import Judge, WeightChecks, again, raise_if_wrong
 from sp24cli.bench.plan import BenchPlan, Case
-from sp24cli.bench.problem import Tokens
 from sp24cli.bench.rates import a_bytes, b_bytes, rates
 from sp24cli.bench.result import (
     BenchResult,

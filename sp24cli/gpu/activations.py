@@ -8,7 +8,7 @@ import numpy as np
 
 from sp24cli.errors import Sp24Error
 from sp24cli.gpu.arguments import pack_struct
-from sp24cli.gpu.arrays import DeviceArray, view
+from sp24cli.gpu.arrays import DeviceArray, vector, view
 from sp24cli.gpu.device import Device
 from sp24cli.kernels import manifest
 from sp24cli.optypes import operand_type
@@ -21,14 +21,21 @@ _MOST_ROWS = 8
 
 
 def quantize_tokens(
-    device: Device, x: Any, *, type_name: str = "e4m3", stream: int = 0
+    device: Device, x: Any, *, smooth: Any = None, type_name: str = "e4m3", stream: int = 0
 ) -> tuple[DeviceArray, DeviceArray]:
     """Activations [N, K] in an operand type, scaled row by row: (codes [N, K], scale f32 [N]).
 
     ``x`` is a device array of bf16, f16 or f32 by DLPack or the CUDA array interface, K
     contiguous. The results go into `matmul` as ``x`` and ``scale``. A row's scale is its largest
     magnitude over that of the type, 1 for a row of zeros, and its codes are saturated: bit for
-    bit what `bench.problem.quantize_tokens` gives, NaN and infinity included.
+    bit what `activations.quantize_tokens` gives, NaN and infinity included.
+
+    ``smooth``, f32 [K] on the device, positive and normal, are the factors of a weight whose
+    columns are smoothed, `SparseWeight.smooth`: column k of ``x`` is divided by ``smooth[k]``
+    first, in float32, rounded once. None, as of other weights, divides by nothing.
+
+    ``x`` and ``smooth`` are in the original's order of columns, and so are the codes: those of a
+    weight that is permuted as well are put in its order by `matmul`, after they were divided.
 
     Raises:
         Sp24Error: a shape, type or stride that does not fit, by name.
@@ -37,7 +44,8 @@ def quantize_tokens(
     optype = operand_type(type_name)
     source = _SOURCES.get(b.dtype.name, "")
     loaded = manifest.load()
-    entry = loaded.conversion("tokens", source, optype.name)
+    kind = "tokens" if smooth is None else "smooth_tokens"
+    entry = loaded.conversion(kind, source, optype.name)
     if entry is None:
         raise Sp24Error(f"no kernel quantizes {b.dtype} to {optype.name}")
     if len(b.shape) != 2:
@@ -47,19 +55,21 @@ def quantize_tokens(
     ldx = b.strides[0] if n > 1 else k
     if (k > 1 and b.strides[1] != 1) or ldx < k:
         raise Sp24Error("x is not contiguous along K, or its rows overlap")
+    factors = 0 if smooth is None else vector(smooth, "smooth", (k,), stream).ptr
     codes = DeviceArray(device, (n, k), optype.dtype)
     scale = DeviceArray(device, (n,), np.float32)
     if n:
-        item = b.dtype.itemsize
+        aligned = b.ptr % 16 == 0 and ldx * b.dtype.itemsize % 16 == 0 and factors % 16 == 0
         args = pack_struct(
             loaded.args[entry.args],
             {
                 "x": b.ptr,
+                "smooth": factors,
                 "codes": codes.buffer.ptr,
                 "scale": scale.buffer.ptr,
                 "ldx": ldx,
                 "k": k,
-                "vector": int(b.ptr % 16 == 0 and ldx * item % 16 == 0 and k % 8 == 0),
+                "vector": int(aligned and k % 8 == 0),
                 "max_finite": int(optype.max_finite),
             },
         )

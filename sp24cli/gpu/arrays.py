@@ -127,6 +127,20 @@ def view(array: Any, what: str, stream: int) -> View:
     return View(int(interface["data"][0]), shape, strides, dtype, array)
 
 
+def vector(array: Any, what: str, lengths: tuple[int, ...], stream: int) -> View:
+    """As `view`, of float32 in a row, as many as one of ``lengths`` says; `Sp24Error` otherwise."""
+    found = view(array, what, stream)
+    count = int(np.prod(found.shape))
+    if found.dtype != np.float32 or count not in lengths:
+        raise Sp24Error(
+            f"{what} is {found.dtype} {list(found.shape)}, needed is f32 of "
+            f"{' or '.join(map(str, lengths))}"
+        )
+    if not found.is_tight:
+        raise Sp24Error(f"{what} is not contiguous")
+    return View(found.ptr, (count,), (1,), found.dtype, found.owner)
+
+
 def _tight(shape: tuple[int, ...]) -> tuple[int, ...]:
     strides, step = [], 1
     for n in reversed(shape):
@@ -136,13 +150,23 @@ def _tight(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class DeviceArray:
-    """A tight array on the GPU, readable by DLPack (any type) and the CUDA array interface."""
+    """A tight array on the GPU, readable by DLPack (any type) and the CUDA array interface.
 
-    def __init__(self, device: Device, shape: tuple[int, ...], dtype: npt.DTypeLike) -> None:
+    In ``buffer``, which it then owns, or in memory of its own.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        shape: tuple[int, ...],
+        dtype: npt.DTypeLike,
+        buffer: Buffer | None = None,
+    ) -> None:
         self.device = device
         self.shape = shape
         self.dtype = np.dtype(dtype)
-        self.buffer: Buffer = device.alloc(int(np.prod(shape)) * self.dtype.itemsize)
+        nbytes = int(np.prod(shape)) * self.dtype.itemsize
+        self.buffer: Buffer = device.alloc(nbytes) if buffer is None else buffer
 
     def view(self) -> View:
         return View(self.buffer.ptr, self.shape, _tight(self.shape), self.dtype, self)

@@ -10,11 +10,11 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from sp24cli import fragments
+from sp24cli import fragments, smoothing
 from sp24cli.errors import BadInputError, Sp24Error
 from sp24cli.gpu.activations import gather_columns
 from sp24cli.gpu.arguments import pack_struct, tensor_map
-from sp24cli.gpu.arrays import DeviceArray, View, view
+from sp24cli.gpu.arrays import DeviceArray, vector, view
 from sp24cli.gpu.device import Buffer, Device, Kernel
 from sp24cli.gpu.order import tile_order
 from sp24cli.gpu.select import (
@@ -86,7 +86,8 @@ class Plan:
         default). ``scale_b`` is one f32, or one a row of B with ``scale_b_rows``, or [n,
         ceil(K/scale_b_k)] f32 with the plan's ``scale_b_k``; ``bias`` one f32 a row of A. ``x``
         and its row pitch in bytes are multiples of 16, unless the weight has a ``column_order``:
-        then they are copied in that order first. Into s32 go the sums of the codes: no scale, that
+        then they are copied in that order first. If it has ``smooth``, ``x`` has been divided by
+        that. Into s32 go the sums of the codes: no scale, that
         of the weight neither, and no bias.
         """
         if self.weight.column_order is None:
@@ -196,7 +197,10 @@ class SparseWeight:
     """A packed weight on the GPU, in the layout that the kernels read.
 
     ``scale`` is one f32, one a row with ``scale_rows``, or one a ``block`` (rows, columns).
-    ``column_order``, int32 [K], is None where it is that of the activations.
+    ``column_order``, int32 [K], is None where it is that of the activations. ``smooth``, f32 [K]
+    in their order, are the factors that the columns were multiplied by, None where there are none:
+    a product is right if the activations' columns were divided by them, which nothing here does
+    (`activations.quantize_tokens` does).
 
     ``widened`` is the type, that of the activations, that kernels widen the weight to before they
     multiply it, None where they multiply it as it is. The ``weight_scales`` that they do so with
@@ -214,6 +218,7 @@ class SparseWeight:
         scale_rows: bool,
         block: tuple[int, int] | None = None,
         column_order: Buffer | None = None,
+        smooth: DeviceArray | None = None,
         widened: OperandType | None = None,
         weight_scales: fragments.WeightScales = "none",
         limit: int = 0,
@@ -226,6 +231,7 @@ class SparseWeight:
         self.scale_rows = scale_rows
         self.block = block
         self.column_order = column_order
+        self.smooth = smooth
         self.widened = widened
         self.weight_scales = weight_scales
         self.limit = limit
@@ -253,7 +259,7 @@ class SparseWeight:
         widened weights alone.
 
         `Sp24Error` for scales that the kernels do not apply so. `BadInputError` for a permutation
-        that is none, and for types that do not go together.
+        that is none, a factor that can be none, and for types that do not go together.
         """
         info = packed.info
         optype = operand_type(info.type)
@@ -285,6 +291,12 @@ class SparseWeight:
             # The gather reads wherever it says.
             permute.check_order(packed.perm, info.shape[1])
             column_order = device.upload(packed.perm.astype(np.int32))
+        smooth = None
+        if packed.smooth is not None:
+            smoothing.check_factors(packed.smooth)
+            smooth = DeviceArray(
+                device, packed.smooth.shape, np.float32, device.upload(packed.smooth)
+            )
         return cls(
             device,
             optype,
@@ -294,6 +306,7 @@ class SparseWeight:
             spec.kind == "vector",
             spec.block if widened is None else None,
             column_order,
+            smooth,
             widened,
             kind,
             limit,
@@ -372,6 +385,7 @@ def matmul(
     scale_k: int = 128,
     bias: Any = None,
     accumulate: str = "fast",
+    smoothed: bool = False,
     kernel: str | None = None,
     stream: int = 0,
 ) -> Any:
@@ -390,15 +404,24 @@ def matmul(
             returned, by default bf16, or f16 where the sums or a widened weight are. int32 are
             the plain sums of products of codes.
         scale: f32, one for all of x, one a row of it, or [N, ceil(K / scale_k)]: one a row and
-            ``scale_k`` columns, a multiple of 64.
+            ``scale_k`` columns, a multiple of 64 (not for a permuted weight, in whose order columns
+            of one scale lie apart).
         bias: f32 [M].
         accumulate: "fast", or "precise": FP8 sums are promoted to float32 every 256 of K. Sums with
             scales that change along K are promoted at least as often, whatever is said here.
+        smoothed: that the columns of x were divided by ``weight.smooth`` before x was quantized,
+            as ``quantize_tokens(x, smooth=weight.smooth)`` does. x does not show it, so a weight
+            with such factors is not multiplied unless it is said; to others it means nothing.
         stream: the CUDA stream, as an integer; 0 is the default stream, torch's and CuPy's too.
 
     Raises:
         Sp24Error: shapes or types that do not fit, by name.
     """
+    if weight.smooth is not None and not smoothed:
+        raise Sp24Error(
+            "the weight's columns are smoothed: x must be divided by its factors before it is "
+            "quantized, as quantize_tokens(x, smooth=weight.smooth) does; then say smoothed=True"
+        )
     m, k = weight.shape
     device, item = weight.device, weight.multiplied.itemsize
     b = view(x, "x", stream)
@@ -433,9 +456,11 @@ def matmul(
     if scale is not None:
         blocks = -(-k // scale_k)
         by_block = blocks > 1 and view(scale, "scale", stream).shape == (n, blocks)
+        if by_block and weight.column_order is not None:
+            raise Sp24Error("a permuted weight takes one scale of x, or one a row of it")
         scale_b_k = scale_k if by_block else 0
-        scales = _vector(scale, "scale", (n * blocks,) if by_block else (1, n), stream)
-    biases = None if bias is None else _vector(bias, "bias", (m,), stream)
+        scales = vector(scale, "scale", (n * blocks,) if by_block else (1, n), stream)
+    biases = None if bias is None else vector(bias, "bias", (m,), stream)
     plan = weight.plan(
         n, out_dtype, order, kernel, accumulate=accumulate, scale_b_k=scale_b_k, types=types
     )
@@ -476,19 +501,6 @@ def _types(weight: SparseWeight, x: np.dtype[Any], accumulate: str) -> Operands:
         return operands(own.name, name, "f16" if accumulate == "f16" else None)
     except BadInputError as error:
         raise Sp24Error(str(error)) from None
-
-
-def _vector(array: Any, what: str, lengths: tuple[int, ...], stream: int) -> View:
-    found = view(array, what, stream)
-    count = int(np.prod(found.shape))
-    if found.dtype != np.float32 or count not in lengths:
-        raise Sp24Error(
-            f"{what} is {found.dtype} {list(found.shape)}, needed is f32 of "
-            f"{' or '.join(map(str, lengths))}"
-        )
-    if not found.is_tight:
-        raise Sp24Error(f"{what} is not contiguous")
-    return View(found.ptr, (count,), (1,), found.dtype, found.owner)
 
 
 def _steps(block_k: int, k: int, step: int) -> int:

@@ -211,7 +211,9 @@ class ConversionEntry:
 
 
 #: The kinds of `ConversionEntry`.
-CONVERSIONS = ("prune", "amax", "scales", "quantize", "tokens", "gather", "pack_widened")
+CONVERSIONS = (
+    "prune", "amax", "scales", "quantize", "tokens", "smooth_tokens", "gather", "pack_widened",
+)  # fmt: skip
 
 AnyEntry = Entry | PackEntry | CeilingEntry | RungEntry | ConversionEntry
 

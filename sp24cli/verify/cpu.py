@@ -13,9 +13,11 @@ from sp24cli.fp8 import Overflow, convert
 from sp24cli.ops.stream import bands, map_bands
 from sp24cli.optypes import OPERAND_TYPES, OperandType
 from sp24cli.packed import PackedMatrix
+from sp24cli.pruning import permute
 from sp24cli.reference import f32_bound, product, s32_bound, widened, widened_product
 from sp24cli.verify.compare import Comparison
-from sp24cli.verify.result import NumericsResult
+from sp24cli.verify.result import ORIGINAL, NumericsResult
+from sp24cli.verify.smoothed import SmoothedTokens
 
 #: Rows of the random activations. Every weight takes part in as many sums.
 TOKENS = 32
@@ -32,12 +34,21 @@ def verify_matrix(packed: PackedMatrix, seed: int, *, workers: int = 1) -> Numer
     "identity" multiplies by the identity, which must give every dequantized weight exactly. An
     8-bit weight with small blocks is widened to bf16 and f16 as well: "bf16 product" multiplies
     that by activations of the type, "bf16 identity" must give every widened weight exactly.
+    To a weight with smoothed columns come activations that were divided by its factors; with their
+    scales "original product" compares it with that of the original (see `smoothed`).
     """
     rows, columns = packed.shape
     info = packed.info
     optype = info.optype
     random = np.random.default_rng(seed)
-    activations = random_activations(random, TOKENS, columns, optype)
+    divided = None
+    if packed.smooth is None:
+        activations = random_activations(random, TOKENS, columns, optype)
+    else:
+        divided = SmoothedTokens.random(random, TOKENS, packed.smooth, optype)
+        activations = divided.tokens.codes
+        if packed.perm is not None:
+            activations = permute.apply(activations, packed.perm)
     wide = info.scale.is_small and optype.itemsize == 1
     narrow = {
         n: random_activations(random, TOKENS, columns, OPERAND_TYPES[n])
@@ -73,6 +84,12 @@ def verify_matrix(packed: PackedMatrix, seed: int, *, workers: int = 1) -> Numer
         else:
             bound = f32_bound(sizes, columns // 2, magnified)
         done = {"product": (d, want, bound), "identity": (read_back, exact, np.zeros(()))}
+        if divided is not None:
+            original, off = divided.original_product(band, rows)
+            with np.errstate(invalid="ignore", over="ignore", under="ignore"):
+                # One more rounding, for which `f32_bound` and `s32_bound` have room.
+                d = d * divided.scale
+                done[ORIGINAL] = d, original, bound * divided.scale + off + 2.0**-150
         for name, x in narrow.items():
             w = _narrowed(a, x.dtype, info.overflow)
             want, sizes = widened_product(band, x)
@@ -82,7 +99,7 @@ def verify_matrix(packed: PackedMatrix, seed: int, *, workers: int = 1) -> Numer
             done[f"{name} identity"] = w, widen(widened(band, x.dtype)), np.zeros(())
         return start, done
 
-    checks = ["product", "identity"]
+    checks = ["product", "identity"] + [ORIGINAL] * (divided is not None)
     checks += [f"{name} {what}" for name in narrow for what in ("product", "identity")]
     comparisons = {name: Comparison(name) for name in checks}
     ranges = bands(rows, columns, multiple=packed.row_step)

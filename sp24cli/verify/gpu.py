@@ -7,16 +7,20 @@ from dataclasses import replace
 import numpy as np
 
 from sp24cli.bits import Array, widen
+from sp24cli.gpu.activations import quantize_tokens
+from sp24cli.gpu.arrays import DeviceArray
 from sp24cli.gpu.device import Device
 from sp24cli.gpu.matmul import OUT_DTYPES, SparseWeight, poison
 from sp24cli.gpu.select import needs_widening, outputs
 from sp24cli.kernels.manifest import Entry, load
 from sp24cli.optypes import OPERANDS, Operands, OperandType
 from sp24cli.packed import PackedMatrix
+from sp24cli.pruning import permute
 from sp24cli.reference import widened
 from sp24cli.verify.compare import Comparison
 from sp24cli.verify.cpu import random_activations
-from sp24cli.verify.result import Check, NumericsResult
+from sp24cli.verify.result import ORIGINAL, Check, NumericsResult
+from sp24cli.verify.smoothed import SmoothedTokens
 from sp24cli.verify.tensorcore import element_bound, frobenius_bound
 
 #: Rows of the random activations: more than the widest tile, and ragged.
@@ -41,7 +45,10 @@ def verify_matrix(
     either); every element within `tensorcore.element_bound` of float64, and the whole within
     `tensorcore.frobenius_bound`. FP8 weights with one scale, or one a row, are multiplied with fast
     and with precise sums; to one with block scales come activations with a scale a row and
-    `SCALE_K` columns.
+    `SCALE_K` columns. To a weight with smoothed columns come, besides, float32 activations for each
+    type B: the kernel that quantizes them divides them by its factors, bit for bit as on the CPU
+    ("smooth_tokens"), and the product by the kernel that `matmul` takes is compared with that of
+    the original ("original product", see `smoothed`).
 
     A weight that must be widened for its scales is multiplied by bf16 and f16 activations alone;
     ``activations`` widens any other e4m3 weight so, too. "bf16 identity" must give every weight as
@@ -59,6 +66,8 @@ def verify_matrix(
         for types in OPERANDS.values():
             if (types.a, types.multiplied) == (weight.type, weight.multiplied):
                 checks += _products(device, weight, packed, types, seed)
+                if packed.smooth is not None and wide is None:
+                    checks += _original(device, weight, packed, types, seed)
     return NumericsResult(device.name, tuple(checks))
 
 
@@ -125,7 +134,7 @@ def _identity(device: Device, weight: SparseWeight, packed: PackedMatrix) -> Che
     if weight.weight_scales == "none":
         want = packed.original_order(packed.dequantize(np.float32))
     else:
-        want = _operand(weight, packed).astype(np.float32)
+        want = packed.original_order(_operand(weight, packed)).astype(np.float32)
     # An infinite weight times the zeros of all other columns is NaN.
     infinite = ~np.isfinite(want)
     want[infinite.sum(axis=1, keepdims=True) > infinite] = np.nan
@@ -141,12 +150,11 @@ def _identity(device: Device, weight: SparseWeight, packed: PackedMatrix) -> Che
 
 
 def _operand(weight: SparseWeight, packed: PackedMatrix) -> Array:
-    """What the kernels multiply, scales that come after the sum included: float64 [M, K], in the
-    original's order of columns."""
+    """What the kernels multiply, scales that come after the sum included: float64 [M, K], the
+    columns as they are stored."""
     if weight.weight_scales == "none":
-        return packed.original_order(packed.dequantize(np.float64))
-    a = widen(widened(packed, weight.multiplied.dtype)).astype(np.float64)
-    return packed.original_order(a)
+        return packed.dequantize(np.float64)
+    return widen(widened(packed, weight.multiplied.dtype)).astype(np.float64)
 
 
 def _products(
@@ -161,7 +169,9 @@ def _products(
     a = _operand(weight, packed)
     if not np.isfinite(a).all():
         return []  # the type does not hold this weight: the identity has shown where
-    b = widen(x).astype(np.float64) * np.repeat(scale_b, scale_b_k or max(1, k), axis=1)[:, :k]
+    # Columns as they are stored, for so the scales of the activations count them.
+    stored = widen(x if packed.perm is None else permute.apply(x, packed.perm)).astype(np.float64)
+    b = stored * np.repeat(scale_b, scale_b_k or max(1, k), axis=1)[:, :k]
     want = a @ b.T
     norms = np.sqrt((a * a) @ (b * b).T)
     size = float(np.sqrt(np.mean(want * want))) if want.size else 0.0
@@ -175,7 +185,7 @@ def _products(
             continue  # nor would its sums: ten norms are far beyond what they come to on the way
         exact = want
         if out == "s32":  # the sums of the codes, without scales
-            exact = widen(packed.codes()).astype(np.float64) @ widen(x).astype(np.float64).T
+            exact = widen(packed.codes()).astype(np.float64) @ stored.T
         # Most kernels sum in one order and give the same bits, which need be compared but once.
         passed: list[tuple[int, Array, Check]] = []
         for entry in _kernels(weight, types, out, scale_b_k):
@@ -222,6 +232,51 @@ def _compared(entry: Entry, types: Operands, k: int, norms: Array, d: Array, exa
         name = f"{entry.name} as a whole"
         return Check(name, False, error, relative, error, check.first_bad)
     return check
+
+
+def _original(
+    device: Device, weight: SparseWeight, packed: PackedMatrix, types: Operands, seed: int
+) -> list[Check]:
+    """The checks of a weight with smoothed columns, from activations on that are no codes yet."""
+    m, k = packed.shape
+    scale_b_k = SCALE_K if weight.block is not None else 0
+    if not _kernels(weight, types, "f32", scale_b_k):
+        return []
+    assert packed.smooth is not None
+    random = np.random.default_rng(seed)
+    divided = SmoothedTokens.random(random, TOKENS, packed.smooth, types.b)
+    given = DeviceArray(device, divided.given.shape, np.float32, device.upload(divided.given))
+    codes, scale = (
+        made.numpy()
+        for made in quantize_tokens(device, given, smooth=weight.smooth, type_name=types.b.name)
+    )
+    # The scale is the column after the last.
+    quantized = Comparison(f"smooth_tokens_{types.b.name}_f32")
+    quantized.add(
+        np.column_stack([widen(codes), scale]),
+        np.column_stack([widen(divided.tokens.codes), divided.scale]),
+        0.0,
+    )
+    columns = max(1, -(-k // scale_b_k)) if scale_b_k else 1
+    kernel = weight.plan(TOKENS, "f32", "mn", scale_b_k=scale_b_k, types=types).kernel
+    d = multiply(
+        device,
+        weight,
+        codes,
+        "f32",
+        "mn",
+        scale_b=np.repeat(scale[:, None], columns, axis=1),
+        scale_b_k=scale_b_k,
+        kernel=kernel.name,
+        types=types,
+    )
+    a = packed.original_order(packed.dequantize(np.float64))
+    b = widen(codes).astype(np.float64) * scale[:, None]
+    norms = np.sqrt((a * a) @ (b * b).T)
+    want, off = divided.original_product(packed, m)
+    product = Comparison(f"{ORIGINAL} by {types.b.name}")
+    product.add(d, want, element_bound(types, k, norms, "f32", a @ b.T, kernel.promote_k) + off)
+    return [quantized.check(), product.check()]
 
 
 def _kernels(weight: SparseWeight, types: Operands, out: str, scale_b_k: int) -> list[Entry]:

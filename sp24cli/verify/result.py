@@ -7,6 +7,10 @@ from typing import Any
 
 from sp24cli.ops.report import document
 
+#: How the names of checks begin that round activations on the way (`smoothed`), which most of their
+#: error comes from.
+ORIGINAL = "original product"
+
 
 @dataclass(frozen=True)
 class Check:
@@ -40,6 +44,12 @@ class NumericsResult:
     @property
     def passed(self) -> bool:
         return all(check.passed for check in self.checks)
+
+    @property
+    def error(self) -> float:
+        """The largest relative error of a whole product."""
+        products = (c for c in self.checks if not c.name.startswith(ORIGINAL))
+        return max((c.rel_frobenius for c in products), default=0.0)
 
     @property
     def errors(self) -> dict[str, float]:

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from sp24cli import layout, metadata
-from sp24cli.bench.problem import quantize_tokens
+from sp24cli.activations import quantize_tokens
 from sp24cli.bits import NUMBER_TYPES, magnitude_values, magnitudes, widen
 from sp24cli.kernels import manifest
 from sp24cli.optypes import OPERAND_TYPES, operand_type
@@ -50,7 +50,8 @@ def made_manifest() -> manifest.Manifest:
     """What the built manifest says of the conversions, from the sources alone."""
 
     def entry(kind: str, source: str = "", a_type: str = "") -> manifest.ConversionEntry:
-        args = kind if kind in ("scales", "tokens", "gather") else "convert"
+        own = {"smooth_tokens": "tokens"} | {k: k for k in ("scales", "tokens", "gather")}
+        args = own.get(kind, "convert")
         name = "_".join(part for part in (kind, a_type, source) if part)
         return manifest.ConversionEntry(
             name, kind, "quantize", a_type, source, 256, 98304 * (kind == "gather"), 32, 0, args
@@ -60,7 +61,8 @@ def made_manifest() -> manifest.Manifest:
     entries += [entry("scales", "", a_type) for a_type in ("e4m3", "e5m2", "s8")]
     for source in ("bf16", "f16", "f32"):
         entries += [entry("prune", source), entry("amax", source)]
-        entries += [entry("tokens", source, a_type) for a_type in ("e4m3", "e5m2", "s8")]
+        for kind in ("tokens", "smooth_tokens"):
+            entries += [entry(kind, source, a_type) for a_type in ("e4m3", "e5m2", "s8")]
         entries += [entry("quantize", source, a_type) for a_type in _TARGETS]
     args = {
         "convert": argument_layout("convert.cuh", "SP24_CONVERT_ARGS"),
@@ -130,6 +132,11 @@ class ConvertDevice:
     def clear(self, ptr, nbytes, stream):
         memory(ptr, np.uint8, nbytes)[:] = 0
 
+    def upload(self, array):
+        buffer = Memory(array.nbytes)
+        buffer.array[:] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        return buffer
+
     def download(self, buffer, dtype, shape):
         return memory(buffer.ptr, dtype, shape).copy()
 
@@ -145,7 +152,7 @@ class ConvertDevice:
         elif entry.kind == "scales":
             found = memory(args.amax, np.float32, args.count)
             memory(args.scale, np.float32, args.count)[:] = scales_from_amax(found, args.max_finite)
-        elif entry.kind == "tokens":
+        elif entry.kind in ("tokens", "smooth_tokens"):
             _tokens(entry, NUMBER_TYPES[entry.source.upper()], args, grid)
         elif entry.kind == "gather":
             _gather(int(entry.source) // 8, args, grid)
@@ -159,12 +166,14 @@ class ConvertDevice:
 
 def _tokens(entry, source, args, rows):
     assert not args.vector or (
-        args.x % 16 == args.ldx * source.dtype.itemsize % 16 == args.k % 8 == 0
+        args.x % 16 == args.ldx * source.dtype.itemsize % 16 == args.smooth % 16 == args.k % 8 == 0
     )
+    assert bool(args.smooth) == (entry.kind == "smooth_tokens")
+    smooth = memory(args.smooth, np.float32, args.k) if args.smooth else None
     flat = memory(args.x, source.dtype, (rows - 1) * args.ldx + args.k)
     strides = (args.ldx * flat.itemsize, flat.itemsize)
     x = np.lib.stride_tricks.as_strided(flat, (rows, args.k), strides)
-    tokens = quantize_tokens(x, operand_type(entry.a_type), 1)
+    tokens = quantize_tokens(x, operand_type(entry.a_type), 1, smooth=smooth)
     memory(args.codes, np.uint8, x.shape)[:] = tokens.codes.view(np.uint8)
     memory(args.scale, np.float32, rows)[:] = tokens.scale
 

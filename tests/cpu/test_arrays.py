@@ -24,7 +24,9 @@ def array(shape: tuple[int, ...], dtype: str, strides: tuple[int, ...] | None = 
 
 #: All of a weight that is asked for before anything is launched.
 E4M3 = operand_type("e4m3")
-WEIGHT: Any = SimpleNamespace(shape=(M, K), type=E4M3, multiplied=E4M3, widened=None, device=None)
+WEIGHT: Any = SimpleNamespace(
+    shape=(M, K), type=E4M3, multiplied=E4M3, widened=None, device=None, smooth=None
+)
 OUT = array((N, M), "f4")
 
 
@@ -66,6 +68,19 @@ def test_arrays_that_would_be_read_wrong_are_refused(
 )
 def test_a_widened_weight_takes_activations_of_its_width(x: Any, fault: str) -> None:
     f16 = operand_type("f16")
-    weight: Any = SimpleNamespace(shape=(M, K), type=E4M3, multiplied=f16, widened=f16, device=None)
+    weight: Any = SimpleNamespace(**vars(WEIGHT) | {"multiplied": f16, "widened": f16})
     with pytest.raises(Sp24Error, match=fault):
         matmul(weight, x, out=OUT)
+
+
+@pytest.mark.parametrize("smoothed", [False, True])
+def test_what_activations_must_have_gone_through_is_asked_for(smoothed: bool) -> None:
+    """Neither can be seen of codes: both would be a wrong product."""
+    codes = array((N, K), "u1")
+    weight = SimpleNamespace(
+        **vars(WEIGHT) | {"smooth": array((K,), "f4"), "column_order": object()}
+    )
+    fault = "a permuted weight takes one scale of x" if smoothed else "columns are smoothed: x must"
+    with pytest.raises(Sp24Error, match=fault):
+        # Of K = 16 a scale for every 8 columns.
+        matmul(weight, codes, out=OUT, scale=array((N, 2), "f4"), scale_k=8, smoothed=smoothed)

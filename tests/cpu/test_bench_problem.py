@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from sp24cli.activations import quantize_tokens
 from sp24cli.bench.problem import (
     SUITES,
     load_activations,
     parse_shape,
-    quantize_tokens,
     random_normal,
     random_tokens,
     random_weight,

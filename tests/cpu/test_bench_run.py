@@ -12,17 +12,19 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from sp24cli.activations import quantize_tokens
 from sp24cli.bench import judge, plan, report
 from sp24cli.bench import run as bench
 from sp24cli.bench.problem import random_tokens, random_weight
 from sp24cli.bench.rates import Shape
 from sp24cli.errors import BadInputError, Sp24Error
+from sp24cli.ops.calibrate import Calibration
 from sp24cli.ops.choose import Choice
 from sp24cli.ops.quantize import quantize_file
 from sp24cli.optypes import operand_type
 from sp24cli.scaling import ScaleSpec
 from tests.cpu.benchdevice import SETTINGS, KernelPlan, Weight, libraries, simulate
-from tests.cpu.modelfile import normal, save
+from tests.cpu.modelfile import load, normal, save
 
 
 @pytest.fixture
@@ -426,6 +428,42 @@ class TestFiles:
         }  # fmt: skip
         assert not device.buffers
 
+    @pytest.mark.parametrize("kind", ["vector", "block"])
+    @pytest.mark.parametrize("permuted", [False, True])
+    def test_a_smoothed_weight_meets_divided_activations(self, device, tmp_path, kind, permuted):
+        path, x = smoothed_file(tmp_path, kind, permuted), tmp_path / "x.npy"
+        given = np.random.default_rng(5).standard_normal((16, 256)).astype(np.float16)
+        np.save(x, given)
+        (case,), notes = plan.plan_file(str(path), (16,), activations=str(x), workers=1)
+        assert notes[-1] == "a.weight: activations were divided by its factors"
+        packed, tokens = case.load()
+        moved = given.astype(np.float32) / packed.smooth
+        if permuted:
+            assert not np.array_equal(packed.perm, np.arange(256))
+            moved = moved[:, packed.perm]
+        # Scales of 128 columns are those of columns as they are stored.
+        want = quantize_tokens(moved, packed.info.optype, 1, 128 if kind == "block" else 0)
+        assert tokens.scale_k == want.scale_k
+        assert tokens.scale.tobytes() == want.scale.tobytes()
+        assert tokens.codes.tobytes() == want.codes.tobytes()
+        if kind == "vector":
+            result = bench.run(plan.BenchPlan((case,), "nm", settings=SETTINGS), device)
+            assert not result.failures
+        _, notes = plan.plan_file(str(path), (16,), workers=1)
+        assert notes[-1] == "a.weight: activations are taken as divided by its factors"
+
+    def test_factors_that_can_be_none_are_named(self, device, tmp_path):
+        path = smoothed_file(tmp_path, "vector", False)
+        tensors, metadata = load(path)
+        tensors["a.weight_smooth"] = tensors["a.weight_smooth"].copy()
+        tensors["a.weight_smooth"][3] = np.inf
+        bad = save(tmp_path / "bad", tensors, metadata)
+        cases, _ = plan.plan_file(str(bad), (16,), workers=1)
+        (failure,) = bench.run(plan.BenchPlan(cases, "nm", settings=SETTINGS), device).failures
+        assert failure.message == (
+            f"{bad}: tensor 'a.weight': smooth inf at [3] is not positive, normal and finite"
+        )
+
     def test_too_few_rows_or_another_k_are_refused(self, packed_file, tmp_path):
         np.save(tmp_path / "x.npy", np.ones((5, 256), np.float32))
         np.save(tmp_path / "y.npy", np.ones((5, 12), np.float32))
@@ -435,6 +473,22 @@ class TestFiles:
             plan.plan_file(str(packed_file), (), activations=str(tmp_path / "y.npy"))
         with pytest.raises(BadInputError, match="K = 256, not 128"):
             plan.plan_shapes((Shape(8, 4, 128),), "e4m3", activations=str(tmp_path / "x.npy"))
+
+
+def smoothed_file(folder, kind, permuted):
+    """A packed file of ``a.weight`` [128, 256], its columns smoothed."""
+    source = save(folder / "model", {"a.weight": normal(1, (128, 256))})
+    amax = np.exp(np.random.default_rng(2).normal(0, 3, 256)).astype(np.float32)
+    quantize_file(
+        source,
+        folder / "p.safetensors",
+        optype=operand_type("e4m3"),
+        spec=ScaleSpec(kind, (128, 128) if kind == "block" else None),
+        prune=True,
+        choice=Choice(permute=permuted),
+        calibration=Calibration(activations=save(folder / "amax", {"a.weight": amax})),
+    )
+    return folder / "p.safetensors"
 
 
 class TestReports:

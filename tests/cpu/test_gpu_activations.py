@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sp24cli.bench.problem import quantize_tokens as on_cpu
+from sp24cli.activations import quantize_tokens as on_cpu
 from sp24cli.errors import Sp24Error
 from sp24cli.gpu.activations import gather_columns, quantize_tokens
 from sp24cli.kernels import manifest
@@ -54,6 +54,49 @@ def test_rows_of_any_stride_are_quantized(device: Any, dtype: Any, pitch: int, l
     assert np.array_equal(codes.numpy().view(np.uint8), want.codes.view(np.uint8))
     assert np.array_equal(scale.numpy(), want.scale)
     assert device.launches == [f"tokens_e4m3_{'f16' if dtype == np.float16 else 'f32'}"]
+
+
+@pytest.mark.parametrize("type_name", ["e4m3", "e5m2", "s8"])
+@pytest.mark.parametrize(("pitch", "lead"), [(64, 0), (67, 0), (72, 8)])
+@pytest.mark.parametrize("odd", [0, 4])
+def test_columns_are_divided_by_factors_first(
+    device: Any, type_name: str, pitch: int, lead: int, odd: int
+) -> None:
+    random = np.random.default_rng(2)
+    x = random.standard_normal((5, pitch)).astype(np.float16)
+    columns = pitch - lead
+    factors = np.exp(random.normal(0, 4, columns)).astype(np.float32)
+    # Factors that do not start at a multiple of 16 bytes are read one by one.
+    where = held(np.concatenate([np.zeros(odd // 4, np.float32), factors]))
+    codes, scale = quantize_tokens(
+        device,
+        shown(held(x), (5, columns), np.float16, x.strides, lead * 2),
+        smooth=shown(where, (columns,), np.float32, at=odd),
+        type_name=type_name,
+    )
+    # By hand: float32, rounded once.
+    moved = x[:, lead:].astype(np.float32) / factors
+    want = on_cpu(moved, operand_type(type_name), 1)
+    assert np.array_equal(codes.numpy().view(np.uint8), want.codes.view(np.uint8))
+    assert np.array_equal(scale.numpy(), want.scale)
+    assert device.launches == [f"smooth_tokens_{type_name}_f16"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "strides", "fault"),
+    [
+        ((8,), np.float16, None, r"smooth is float16 \[8\], needed is f32 of 8"),
+        ((4,), np.float32, None, r"smooth is float32 \[4\], needed is f32 of 8"),
+        ((8,), np.float32, (8,), "smooth is not contiguous"),
+    ],
+)
+def test_factors_that_do_not_fit_are_named(
+    device: Any, shape: Any, dtype: Any, strides: Any, fault: str
+) -> None:
+    x = shown(Memory(256), (4, 8), np.float32)
+    with pytest.raises(Sp24Error, match=fault):
+        quantize_tokens(device, x, smooth=shown(Memory(256), shape, dtype, strides))
+    assert not device.launches
 
 
 def test_no_rows_are_no_launch(device: Any) -> None:

@@ -24,7 +24,7 @@ LAYERS = (
     ("scaling", "layout"),
     ("fragments",),
     ("calibration", "smoothing"),
-    ("packed",),
+    ("packed", "activations"),
     ("reference",),
     ("checkpoint",),
     ("formats",),

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -15,6 +18,7 @@ from sp24cli.calibration import ScaleRule
 from sp24cli.checkpoint.names import Selection
 from sp24cli.cli.main import run
 from sp24cli.errors import BadInputError, Sp24Error
+from sp24cli.gpu.matmul import SparseWeight
 from sp24cli.ops import (
     inspect_file,
     prune_file,
@@ -27,11 +31,13 @@ from sp24cli.ops.calibrate import Calibration
 from sp24cli.ops.choose import Choice
 from sp24cli.ops.convert import convert_file
 from sp24cli.optypes import OPERAND_TYPES, OperandType
-from sp24cli.scaling import ScaleSpec, make_scales
+from sp24cli.packed import PackInfo
+from sp24cli.scaling import ScaleSpec, make_scales, scale_values
 from sp24cli.scaling import amax as amax_of
 from sp24cli.smoothing import factors
 from sp24cli.verify import verify_file
 from tests.cpu.checkpoints import small_model, write_checkpoint
+from tests.cpu.convertdevice import ConvertDevice
 from tests.cpu.modelfile import DTYPES, Array, load, naive_pack, naive_prune, normal, save
 
 E4M3 = OPERAND_TYPES["e4m3"]
@@ -379,10 +385,68 @@ def test_calibrated_scales_go_where_others_go(model: Path, tmp_path: Path) -> No
     assert (tmp_path / "back").read_bytes() == (tmp_path / "packed").read_bytes()
 
 
-def test_upload_refuses_factors(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("type_name", ["e4m3", "e5m2", "s8"])
+@pytest.mark.parametrize("kind", ["vector", "mx"])
+def test_unpacking_gives_the_original_back(
+    model: Path, tmp_path: Path, type_name: str, kind: str
+) -> None:
+    """Each kept weight to within half a step of its code, divided by its factor."""
+    optype = OPERAND_TYPES[type_name]
+    packed = tmp_path / "packed"
+    quantize(model, packed, kind, smooth(model), optype=optype)
+    unpack_file(packed, tmp_path / "dense", dtype="f32")
+    before, dense = load(model)[0], load(tmp_path / "dense")[0]
+    info = None if type_name == "s8" else ml_dtypes.finfo(optype.dtype)
+    share = 0.0 if info is None else float(info.eps) / 2
+    half = 0.5 if info is None else float(info.smallest_subnormal) / 2
+    for name, (rows, columns) in SHAPES.items():
+        matrix = sp24cli.load(packed, name)
+        scale = scale_values(matrix.scale).astype(np.float64)
+        if kind == "mx":
+            scale = np.repeat(scale, 32, axis=1)[:, :columns]
+        want = naive_prune(before[name]).astype(np.float64)
+        # Besides the code's rounding: float32, of the smoothed weight, its quotient and the result.
+        step = half * np.broadcast_to(scale, (rows, columns)) / matrix.smooth
+        allowed = np.maximum(share * np.abs(want), step) * (1 + 2.0**-20) + 2.0**-22 * np.abs(want)
+        off = np.abs(dense[name].astype(np.float64) - want)
+        assert (off <= allowed).all()
+        assert (off / np.where(allowed > 0, allowed, 1)).max() > 0.8
+
+
+def test_a_product_asks_for_divided_activations(model: Path, tmp_path: Path) -> None:
+    """What is uploaded carries its factors, and no product is made of who knows what."""
     quantize(model, tmp_path / "packed", "vector", smooth(model))
-    with pytest.raises(Sp24Error, match="no kernel divides the activations by its factors"):
-        sp24cli.upload(sp24cli.load(tmp_path / "packed", "a.weight"))
+    packed = sp24cli.load(tmp_path / "packed", "a.weight")
+    device = ConvertDevice()
+    weight = SparseWeight.upload(device, packed.to_layout("sm90"))
+    assert weight.smooth is not None
+    assert (
+        weight.smooth.numpy().tobytes() == load(tmp_path / "packed")[0]["a.weight_smooth"].tobytes()
+    )
+    words = r"columns are smoothed: x must be divided .* smooth=weight\.smooth.* smoothed=True"
+    with pytest.raises(Sp24Error, match=words):
+        sp24cli.matmul(weight, np.zeros((4, 84)))
+    # Said to be divided, it is asked of as any other.
+    with pytest.raises(Sp24Error, match="x has neither __dlpack__ nor __cuda_array"):
+        sp24cli.matmul(weight, SimpleNamespace(), smoothed=True)
+    bad = packed.smooth.copy()
+    bad[7] = 0
+    with pytest.raises(BadInputError, match=r"smooth 0\.0 at \[7\] is not positive"):
+        SparseWeight.upload(device, replace(packed.to_layout("sm90"), smooth=bad))
+    quantize(model, tmp_path / "plain", "vector", Calibration())
+    plain = sp24cli.load(tmp_path / "plain", "a.weight").to_layout("sm90")
+    weight = SparseWeight.upload(device, plain)
+    assert weight.smooth is None
+    for smoothed in (False, True):
+        with pytest.raises(Sp24Error, match="x has neither __dlpack__ nor __cuda_array"):
+            sp24cli.matmul(weight, SimpleNamespace(), smoothed=smoothed)
+
+
+@pytest.mark.parametrize("type_name", ["f16", "bf16", "tf32"])
+def test_types_without_a_scale_take_no_factors(type_name: str) -> None:
+    info = PackInfo((8, 8), "F32", type_name, ScaleSpec("none"), "given", "row", "satfinite")
+    with pytest.raises(BadInputError, match=f"'{type_name}' takes no calibration or smoothing"):
+        replace(info, smooth=0.5)
 
 
 def broken(model: Path, which: str, change: Any) -> Path:

@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from sp24cli.bits import NUMBER_TYPES
 from sp24cli.errors import BadInputError
 from sp24cli.scaling import find_bad
-from sp24cli.smoothing import apply, check_alpha, check_amax, column_amax, factors
+from sp24cli.smoothing import (
+    apply,
+    check_alpha,
+    check_amax,
+    check_factors,
+    column_amax,
+    divide,
+    factors,
+)
 from tests.cpu.modelfile import normal
 
 
@@ -92,3 +100,31 @@ def test_the_product_stays_what_it_was() -> None:
     assert np.abs(moved - want).max() <= 4 * 2.0**-24 * (np.abs(x) @ np.abs(w).T).max()
     # Half of the difference between the channels has moved.
     assert np.abs(x / by).max() < 0.2 * np.abs(x).max()
+
+
+@pytest.mark.parametrize("source", ["F64", "F32", "F16", "BF16"])
+def test_activations_are_divided_once(source: str) -> None:
+    dtype = NUMBER_TYPES[source].dtype
+    x = (normal(1, (30, 12)) * 100).astype(dtype)
+    x[0, 0], x[1, 1] = np.inf, np.nan
+    by = np.geomspace(1e-38, 1e38, 12).astype(np.float32)
+    with np.errstate(over="ignore", under="ignore"):
+        want = x.astype(np.float64) / by.astype(np.float64)
+        # float64 has more than twice the bits of float32, so rounding twice is rounding once.
+        want = want if source == "F64" else want.astype(np.float32)
+    got = divide(x, by)
+    assert got.dtype == want.dtype
+    near = (np.abs(want) < np.finfo(np.float32).tiny) & (want != 0)
+    assert np.array_equal(got[~near], want[~near], equal_nan=True)
+    # Twice rounded near zero: half a subnormal more.
+    assert np.abs(got[near] - want[near]).max(initial=0) <= 2.0**-149
+    assert near.any()
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0, -1.0, np.nan, np.inf, 1e-39])
+def test_factors_that_can_be_none(value: float) -> None:
+    by = np.ones(9, np.float32)
+    check_factors(by)
+    by[4] = value
+    with pytest.raises(BadInputError, match=r"smooth .* at \[4\] is not positive, normal and fin"):
+        check_factors(by)

@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from sp24cli.bench.problem import quantize_tokens as on_cpu
+from sp24cli import smoothing
+from sp24cli.activations import quantize_tokens as on_cpu
 from sp24cli.bits import widen
 from sp24cli.errors import Sp24Error
 from sp24cli.fp8 import convert
@@ -26,6 +27,7 @@ from sp24cli.scaling import ScaleSpec
 from sp24cli.sparsity import prune_24
 from sp24cli.verify.compare import Comparison
 from sp24cli.verify.gpu import verify_matrix
+from sp24cli.verify.smoothed import SmoothedTokens
 from sp24cli.verify.tensorcore import element_bound
 
 Array = npt.NDArray[Any]
@@ -41,12 +43,19 @@ def uploaded(device: Device, array: Array) -> DeviceArray:
 
 
 def assert_quantized_alike(
-    device: Device, x: Array, on_gpu: Any = None, type_name: str = "e4m3"
+    device: Device,
+    x: Array,
+    on_gpu: Any = None,
+    type_name: str = "e4m3",
+    by: Array | None = None,
+    by_on_gpu: Any = None,
 ) -> None:
+    """Bit for bit as on the CPU, divided by the factors ``by`` where they are given."""
     given = uploaded(device, x) if on_gpu is None else on_gpu
-    codes, scale = quantize_tokens(device, given, type_name=type_name)
+    factors = uploaded(device, by) if by is not None and by_on_gpu is None else by_on_gpu
+    codes, scale = quantize_tokens(device, given, smooth=factors, type_name=type_name)
     with np.errstate(all="ignore"):
-        want = on_cpu(x, operand_type(type_name), 1)
+        want = on_cpu(x, operand_type(type_name), 1, smooth=by)
     assert want.scale is not None
     assert np.array_equal(codes.numpy().view(np.uint8), want.codes.view(np.uint8))
     assert np.array_equal(scale.numpy().view(np.uint32), want.scale.view(np.uint32))
@@ -100,6 +109,114 @@ def test_strided_rows(device: Device, dtype: Any, pitch: int, lead: int) -> None
     assert_quantized_alike(
         device, x[:, lead : lead + 128], SimpleNamespace(__cuda_array_interface__=interface)
     )
+
+
+# --- divided by factors ------------------------------------------------------------------------
+
+TINY, HUGE = np.finfo(np.float32).tiny, np.finfo(np.float32).max
+
+
+def some_factors(k: int, kind: str) -> Array:
+    """float32 [k] of which every one is positive and normal."""
+    random = np.random.default_rng(k)
+    if kind == "ones":
+        return np.ones(k, np.float32)
+    if kind == "usual":
+        return np.exp(random.normal(0, 2, k)).astype(np.float32)
+    # All exponents and random mantissas, and both ends.
+    bits = random.integers(1 << 23, 0xFF << 23, k).astype(np.uint32)
+    by = bits.view(np.float32)
+    by[: min(k, 4)] = np.array([TINY, HUGE, 1, TINY], np.float32)[: min(k, 4)]
+    return by
+
+
+every_kind = pytest.mark.parametrize("kind", ["ones", "usual", "extreme"])
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=lambda d: np.dtype(d).name)
+@pytest.mark.parametrize("columns", [1, 4, 64, 2048])
+@pytest.mark.parametrize("type_name", ["e4m3", "e5m2", "s8"])
+@every_kind
+def test_every_16_bit_value_divided(
+    device: Device, dtype: Any, columns: int, type_name: str, kind: str
+) -> None:
+    """NaN, with its payload, infinity, and what becomes it: they make their row's scale."""
+    by = some_factors(columns, kind)
+    every = np.arange(1 << 16, dtype=np.uint16).view(dtype).reshape(-1, columns)
+    assert_quantized_alike(device, every, None, type_name, by)
+    with np.errstate(all="ignore"):
+        quotients = every.astype(np.float32) / by
+    finite = np.where(np.isfinite(quotients), every, np.zeros(1, dtype))
+    assert_quantized_alike(device, finite, None, type_name, by)
+    # Every value by every factor that is here: each row turned by one more.
+    turned = np.take_along_axis(
+        finite, (np.arange(columns) + np.arange(len(finite))[:, None]) % columns, axis=1
+    )
+    assert_quantized_alike(device, turned, None, type_name, by)
+
+
+@every_dtype
+@pytest.mark.parametrize(
+    "shape", [(1, 1), (3, 37), (5, 4100), (300, 4096), (2, 28672), (70, 1028), (4, 0), (0, 8)]
+)
+@every_kind
+def test_shapes_divided(device: Device, dtype: Any, shape: tuple[int, int], kind: str) -> None:
+    random = np.random.default_rng(shape[1])
+    x = random.standard_normal(shape) * np.exp(random.normal(0, 8, (shape[0], 1)))
+    if shape[0] > 2:
+        x[1], x[2] = 0, -0.0
+    with np.errstate(over="ignore"):
+        x = x.astype(np.float32).astype(dtype)
+    assert_quantized_alike(device, x, by=some_factors(shape[1], kind))
+
+
+def test_every_exponent_of_float32_divided(device: Device) -> None:
+    """Quotients that are subnormal, zero, infinite: no approximation, and nothing flushed."""
+    random = np.random.default_rng(11)
+    bits = random.integers(0, 0x7F800000, (512, 1024)).astype(np.uint32)
+    bits |= random.integers(0, 2, bits.shape).astype(np.uint32) << 31
+    bits[:, ::7] &= 0x807FFFFF  # subnormal
+    x = bits.view(np.float32)
+    by = some_factors(1024, "extreme")
+    assert_quantized_alike(device, x, by=by)
+    # A row of one value a factor, so that its quotient is the amax and shows in the scale.
+    alone = np.zeros_like(x)
+    place = np.arange(512)
+    alone[place, 2 * place] = x[place, 2 * place]
+    assert_quantized_alike(device, alone, by=by)
+    assert_quantized_alike(device, alone[:, :1021].copy(), by=by[:1021].copy())
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+@pytest.mark.parametrize(("pitch", "lead"), [(136, 0), (131, 0), (136, 8), (136, 3)])
+@pytest.mark.parametrize("odd", [0, 1])
+def test_strided_rows_divided(device: Device, dtype: Any, pitch: int, lead: int, odd: int) -> None:
+    """And factors that do not lie at a multiple of 16 bytes."""
+    x = np.random.default_rng(4).standard_normal((9, pitch + lead)).astype(dtype)
+    by = some_factors(128 + odd, "usual")
+    held, factors = device.upload(x), device.upload(by)
+
+    def shown(at: int, shape: tuple[int, ...], of: Array, strides: Any) -> Any:
+        interface = {"shape": shape, "typestr": of.dtype.str, "data": (at, False),
+                     "strides": strides, "version": 3}  # fmt: skip
+        return SimpleNamespace(__cuda_array_interface__=interface)
+
+    assert_quantized_alike(
+        device,
+        x[:, lead : lead + 128],
+        shown(held.ptr + lead * x.itemsize, (9, 128), x, (x.strides[0], x.itemsize)),
+        by=by[odd:],
+        by_on_gpu=shown(factors.ptr + 4 * odd, (128,), by, None),
+    )
+
+
+def test_factors_of_one_divide_by_nothing(device: Device) -> None:
+    x = uploaded(device, np.random.default_rng(6).standard_normal((40, 1028)).astype(np.float16))
+    ones = uploaded(device, np.ones(1028, np.float32))
+    for found, plain in zip(
+        quantize_tokens(device, x, smooth=ones), quantize_tokens(device, x), strict=True
+    ):
+        assert found.numpy().tobytes() == plain.numpy().tobytes()
 
 
 def test_faults_are_named(device: Device) -> None:
@@ -204,8 +321,107 @@ def test_the_product_of_a_permuted_weight(
     assert np.array_equal(d, again)
 
 
+def smoothed(
+    type_name: str, m: int, k: int, spec: ScaleSpec, *, is_permuted: bool = True
+) -> PackedMatrix:
+    """A packed weight whose columns were multiplied by factors and are in a random order."""
+    random = np.random.default_rng(m)
+    by = some_factors(k, "usual")
+    dense = smoothing.apply(random.standard_normal((m, k), np.float32) / by, by)
+    order = random.permutation(k) if is_permuted else np.arange(k)
+    optype = operand_type(type_name)
+    packed, _ = pack(prune_24(permute.apply(dense, order)), optype, spec, source_dtype="F32")
+    info = replace(packed.info, permuted=is_permuted, smooth=0.5)
+    perm = order.astype(np.int32) if is_permuted else None
+    return replace(packed, perm=perm, smooth=by, info=info)
+
+
+SPECS = [ScaleSpec("tensor"), ScaleSpec("vector"), ScaleSpec("block", (128, 128))]
+
+
+@pytest.mark.parametrize("type_name", ["e4m3", "e5m2", "s8"])
+@pytest.mark.parametrize("spec", SPECS[:2], ids=lambda s: s.kind)
+@pytest.mark.parametrize("is_permuted", [False, True])
+@pytest.mark.parametrize("order", ["nm", "mn"])
+def test_the_product_of_a_smoothed_weight_is_that_of_the_original(
+    device: Device, type_name: str, spec: ScaleSpec, is_permuted: bool, order: str
+) -> None:
+    """From activations as a model has them to D, as the README says."""
+    m, n, k = 200, 77, 1028
+    packed = smoothed(type_name, m, k, spec, is_permuted=is_permuted)
+    assert packed.smooth is not None
+    tokens = SmoothedTokens.random(
+        np.random.default_rng(n), n, packed.smooth, operand_type(type_name)
+    )
+    weight = SparseWeight.upload(device, packed)
+    x = uploaded(device, tokens.given)
+    codes, scale = quantize_tokens(device, x, smooth=weight.smooth, type_name=type_name)
+    with pytest.raises(Sp24Error, match="columns are smoothed"):
+        matmul(weight, codes, scale=scale)
+    d = matmul(weight, codes, scale=scale, out_dtype="f32", order=order, smoothed=True).numpy()
+    d = d.T if order == "nm" else d
+    # By the codes, as close as the kernel sums; by the original, as activations are rounded.
+    a = packed.original_order(packed.dequantize(np.float64))
+    b = widen(codes.numpy()).astype(np.float64) * scale.numpy()[:, None]
+    assert_close(d, a, b, type_name, "f32")
+    want, off = tokens.original_product(packed, m)
+    norms = np.sqrt((a * a) @ (b * b).T)
+    comparison = Comparison("original product")
+    comparison.add(d, want, element_bound(OPERANDS[type_name], k, norms, "f32", a @ b.T) + off)
+    assert comparison.check().passed, comparison.check()
+    # Not divided, the same steps give something else.
+    codes, scale = quantize_tokens(device, x, type_name=type_name)
+    wrong = matmul(weight, codes, scale=scale, out_dtype="f32", order=order, smoothed=True).numpy()
+    comparison = Comparison("not divided")
+    comparison.add(wrong.T if order == "nm" else wrong, want, off)
+    assert not comparison.check().passed
+
+
+@pytest.mark.parametrize(
+    ("type_name", "spec"),
+    [
+        ("e4m3", SPECS[0]), ("e4m3", SPECS[1]), ("e4m3", SPECS[2]), ("e5m2", SPECS[1]),
+        ("s8", SPECS[0]), ("s8", SPECS[1]),
+    ],
+    ids=lambda v: getattr(v, "kind", v),
+)  # fmt: skip
+@pytest.mark.parametrize("is_permuted", [False, True])
+def test_smoothed_weights_are_verified(
+    device: Device, type_name: str, spec: ScaleSpec, is_permuted: bool
+) -> None:
+    packed = smoothed(type_name, 200, 420, spec, is_permuted=is_permuted)
+    result = verify_matrix(packed, 1)
+    assert result.passed, result
+    names = [check.name for check in result.checks]
+    for types in OPERANDS.values():
+        # Block scales have kernels of one type alone.
+        if types.a.name == type_name and (spec.block is None or types.b == types.a):
+            assert f"smooth_tokens_{types.b.name}_f32" in names
+            assert f"original product by {types.b.name}" in names
+    assert packed.smooth is not None
+    wrong = packed.smooth.copy()
+    wrong[3] *= np.float32(1.5)
+    upload = SparseWeight.upload
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            SparseWeight, "upload", lambda dev, packed: upload(dev, replace(packed, smooth=wrong))
+        )
+        result = verify_matrix(packed, 1)
+    failed = [check.name for check in result.checks if not check.passed]
+    assert f"smooth_tokens_{type_name}_f32" in failed
+
+
+def test_scales_by_block_do_not_follow_a_permutation(device: Device) -> None:
+    packed = permuted("e4m3", 130, 420)
+    weight = SparseWeight.upload(device, packed)
+    codes = uploaded(device, np.zeros((8, 420), E4M3.dtype))
+    scale = uploaded(device, np.ones((8, 4), np.float32))
+    with pytest.raises(Sp24Error, match="a permuted weight takes one scale of x, or one a row"):
+        matmul(weight, codes, scale=scale)
+
+
 @pytest.mark.parametrize("layout", ["row", "sm90"])
-@pytest.mark.parametrize("type_name", ["e4m3", "f16", "bf16"])
+@pytest.mark.parametrize("type_name", ["e4m3", "s8", "f16", "bf16"])
 def test_permuted_weights_are_verified(device: Device, type_name: str, layout: str) -> None:
     packed = permuted(type_name, 200, 420, layout)
     assert verify_matrix(packed, 1).passed

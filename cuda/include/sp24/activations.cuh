@@ -1,18 +1,20 @@
 // What a product needs done to its activations: quantized by row, or their columns put in another order.
 #pragma once
 #include <cstdint>
+#include <type_traits>
 
 #include "sp24/convert.cuh"
 
 namespace sp24 {
 
-#define SP24_TOKENS_ARGS(X)                                                      \
-  X(uint64_t, x)       /* [rows][k], rows of ldx elements */                     \
-  X(uint64_t, codes)   /* [rows][k] of the operand type, tight */                \
-  X(uint64_t, scale)   /* f32 [rows] */                                          \
-  X(int64_t, ldx)      /* elements */                                            \
-  X(int32_t, k)                                                                  \
-  X(int32_t, vector)   /* rows of x lie at multiples of 16 bytes, of codes at 8 */ \
+#define SP24_TOKENS_ARGS(X)                                                                \
+  X(uint64_t, x)       /* [rows][k], rows of ldx elements */                               \
+  X(uint64_t, smooth)  /* f32 [k], what columns are divided by first; of smooth_tokens */  \
+  X(uint64_t, codes)   /* [rows][k] of the operand type, tight */                          \
+  X(uint64_t, scale)   /* f32 [rows] */                                                    \
+  X(int64_t, ldx)      /* elements */                                                      \
+  X(int32_t, k)                                                                            \
+  X(int32_t, vector)   /* rows of x, and smooth, lie at multiples of 16 bytes, of codes at 8 */ \
   X(int32_t, max_finite)
 
 struct TokensArgs {
@@ -42,25 +44,51 @@ struct GatherArgs {
 // Shared memory of a gather: two CTAs an SM.
 constexpr int kGatherBytes = 96 * 1024;
 
+// The bits of a value divided by a factor, as f32: one IEEE division, subnormals kept.
+template <class Source>
+__device__ __forceinline__ uint32_t divided(uint32_t bits, float factor) {
+  const uint32_t quotient = __float_as_uint(__fdiv_rn(Source::value(bits), factor));
+  const uint32_t magnitude = Source::magnitude(&bits, 0);
+  // A NaN goes through quieted, with its payload (nobody asks for its sign); the GPU's own division
+  // loses that.
+  return magnitude > Source::kInfinity ? Source::f32_magnitude(magnitude) | 0x00400000 : quotient;
+}
+
 // A row a CTA, read twice: the second time it is in L1 or L2. Grid: rows.
-// codes = x / scale with the row's scale, amax / max_finite; saturated.
-template <class Target, class Source>
+// codes = x / scale with the row's scale, amax / max_finite; saturated. With kSmooth every column of x
+// is divided by its factor first, both times.
+template <class Target, class Source, bool kSmooth>
 __device__ __forceinline__ void quantize_tokens(const TokensArgs& args) {
-  constexpr int kWords = 2 * Source::kGroupWords;
+  // What is quantized: the activations as they are, or f32 quotients.
+  using Value = std::conditional_t<kSmooth, source_f32, Source>;
+  // A group at once, or two where no factors are held besides (eight of them would spill).
+  constexpr int kAtOnce = kSmooth ? kGroup : 2 * kGroup;
+  constexpr int kWords = kAtOnce / kGroup * Value::kGroupWords;
   __shared__ uint32_t warp_top[kConvertThreads / 32];
   const int t = static_cast<int>(threadIdx.x);
   const int64_t row = blockIdx.x;
   const auto* x = reinterpret_cast<const uint8_t*>(args.x) + row * args.ldx * Source::kItemBytes;
+  const auto* factors = reinterpret_cast<const float*>(args.smooth);
   auto* codes = reinterpret_cast<uint8_t*>(args.codes) + row * args.k;
   static_assert(Target::kItemBytes == 1, "codes are bytes");
-  // Eight elements at `column`.
-  const auto eight = [&](int column, uint32_t (&words)[kWords]) {
-    const auto* from = reinterpret_cast<const uint4*>(x + int64_t{column} * Source::kItemBytes);
+  // kAtOnce elements at `column`.
+  const auto load = [&](int column, uint32_t (&words)[kWords]) {
+    const auto* from = x + int64_t{column} * Source::kItemBytes;
+    if constexpr (kSmooth) {
+      const auto four = *reinterpret_cast<const typename Source::Vector*>(from);
+      const float4 by = *reinterpret_cast<const float4*>(factors + column);
+      const auto* given = reinterpret_cast<const uint32_t*>(&four);
+      words[0] = divided<Source>(Source::bits(given, 0), by.x);
+      words[1] = divided<Source>(Source::bits(given, 1), by.y);
+      words[2] = divided<Source>(Source::bits(given, 2), by.z);
+      words[3] = divided<Source>(Source::bits(given, 3), by.w);
+    } else {
 #pragma unroll
-    for (int i = 0; i < kWords / 4; ++i) {
-      const uint4 part = from[i];
-      words[4 * i] = part.x, words[4 * i + 1] = part.y;
-      words[4 * i + 2] = part.z, words[4 * i + 3] = part.w;
+      for (int i = 0; i < kWords / 4; ++i) {
+        const uint4 part = reinterpret_cast<const uint4*>(from)[i];
+        words[4 * i] = part.x, words[4 * i + 1] = part.y;
+        words[4 * i + 2] = part.z, words[4 * i + 3] = part.w;
+      }
     }
   };
   // One element, as the first of a group.
@@ -69,19 +97,20 @@ __device__ __forceinline__ void quantize_tokens(const TokensArgs& args) {
       words[0] = reinterpret_cast<const uint16_t*>(x)[column];
     else
       words[0] = reinterpret_cast<const uint32_t*>(x)[column];
+    if constexpr (kSmooth) words[0] = divided<Source>(words[0], factors[column]);
   };
 
   uint32_t top = 0, words[kWords];
   if (args.vector) {
-    for (int column = 8 * t; column < args.k; column += 8 * kConvertThreads) {
-      eight(column, words);
+    for (int column = kAtOnce * t; column < args.k; column += kAtOnce * kConvertThreads) {
+      load(column, words);
 #pragma unroll
-      for (int i = 0; i < 8; ++i) top = max(top, Source::magnitude(words, i));
+      for (int i = 0; i < kAtOnce; ++i) top = max(top, Value::magnitude(words, i));
     }
   } else {
     for (int column = t; column < args.k; column += kConvertThreads) {
       one(column, words);
-      top = max(top, Source::magnitude(words, 0));
+      top = max(top, Value::magnitude(words, 0));
     }
   }
   top = __reduce_max_sync(~0u, top);
@@ -90,26 +119,29 @@ __device__ __forceinline__ void quantize_tokens(const TokensArgs& args) {
   __syncthreads();
 #pragma unroll
   for (int i = 0; i < kConvertThreads / 32; ++i) top = max(top, warp_top[i]);
-  const float scale = scale_of(Source::f32_magnitude(top), static_cast<float>(args.max_finite));
+  const float scale = scale_of(Value::f32_magnitude(top), static_cast<float>(args.max_finite));
   if (t == 0) reinterpret_cast<float*>(args.scale)[row] = scale;
 
   const auto code = [&](uint32_t bits) {
-    return Target::code(__fdiv_rn(Source::value(bits), scale), true);
+    return Target::code(__fdiv_rn(Value::value(bits), scale), true);
   };
   if (args.vector) {
 #pragma unroll 1  // eight divisions are enough to hide each other
-    for (int column = 8 * t; column < args.k; column += 8 * kConvertThreads) {
-      eight(column, words);
-      uint32_t out[2] = {0, 0};
+    for (int column = kAtOnce * t; column < args.k; column += kAtOnce * kConvertThreads) {
+      load(column, words);
+      uint32_t out[kAtOnce / 4] = {};
 #pragma unroll
-      for (int i = 0; i < 8; ++i) out[i / 4] |= code(Source::bits(words, i)) << (8 * (i % 4));
-      *reinterpret_cast<uint2*>(codes + column) = make_uint2(out[0], out[1]);
+      for (int i = 0; i < kAtOnce; ++i) out[i / 4] |= code(Value::bits(words, i)) << (8 * (i % 4));
+      if constexpr (kAtOnce == 4)
+        *reinterpret_cast<uint32_t*>(codes + column) = out[0];
+      else
+        *reinterpret_cast<uint2*>(codes + column) = make_uint2(out[0], out[1]);
     }
   } else {
 #pragma unroll 1
     for (int column = t; column < args.k; column += kConvertThreads) {
       one(column, words);
-      codes[column] = static_cast<uint8_t>(code(Source::bits(words, 0)));
+      codes[column] = static_cast<uint8_t>(code(Value::bits(words, 0)));
     }
   }
 }

@@ -91,6 +91,7 @@
 #define SP24_SCALES_NAME(operand) scales_##operand
 #define SP24_QUANTIZE_NAME(operand, source) quantize_##operand##_##source
 #define SP24_TOKENS_NAME(operand, source) tokens_##operand##_##source
+#define SP24_SMOOTH_TOKENS_NAME(operand, source) smooth_tokens_##operand##_##source
 #define SP24_GATHER_NAME(bits) gather_##bits
 #define SP24_DEFINE_PRUNE(source) \
   SP24_DEFINE_CONVERSION(SP24_PRUNE_NAME(source), ConvertArgs, prune_patches<sp24::source_##source>)
@@ -103,6 +104,9 @@
                          quantize_patches<sp24::target_##operand, sp24::source_##source>)
 #define SP24_DEFINE_TOKENS(operand, source)                             \
   SP24_DEFINE_CONVERSION(SP24_TOKENS_NAME(operand, source), TokensArgs, \
-                         quantize_tokens<sp24::target_##operand, sp24::source_##source>)
+                         quantize_tokens<sp24::target_##operand, sp24::source_##source, false>)
+#define SP24_DEFINE_SMOOTH_TOKENS(operand, source)                             \
+  SP24_DEFINE_CONVERSION(SP24_SMOOTH_TOKENS_NAME(operand, source), TokensArgs, \
+                         quantize_tokens<sp24::target_##operand, sp24::source_##source, true>)
 #define SP24_DEFINE_GATHER(bits) \
   SP24_DEFINE_CONVERSION(SP24_GATHER_NAME(bits), GatherArgs, gather_columns<uint##bits##_t>)
