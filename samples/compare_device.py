@@ -125,7 +125,7 @@ def kernels(engine: Converter, m: int, k: int) -> None:
             return lambda: engine.launch(lane, kind, batch, "BF16", a_type, spec=spec, **given)
 
         work = {
-            "prune": (4.0, launch("prune", source=source.ptr, dense=pruned)),
+            "prune": (4.0, launch("prune_magnitude_24", source=source.ptr, dense=pruned)),
             "amax by row": (2.0, launch("amax", source=source.ptr, amax=found)),
             "prune and quantize by row": (2.625, launch("quantize", "e4m3", **given)),
         }

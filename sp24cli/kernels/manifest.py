@@ -201,7 +201,17 @@ class ConversionEntry:
 
 
 #: The kinds of `ConversionEntry`.
-CONVERSIONS = ("prune", "amax", "scales", "quantize", "tokens", "gather")
+CONVERSIONS = (
+    "prune_magnitude_24",
+    "prune_wanda_24",
+    "prune_magnitude_nm",
+    "prune_wanda_nm",
+    "amax",
+    "scales",
+    "quantize",
+    "tokens",
+    "gather",
+)
 
 AnyEntry = Entry | PackEntry | CeilingEntry | RungEntry | ConversionEntry
 

@@ -510,12 +510,9 @@ def test_conversion_on_a_gpu_that_is_not_there(
 @pytest.mark.parametrize(
     ("command", "option"),
     [
-        (["prune", "--method", "wanda", "--activation-norms", "n"], "--method wanda"),
         (["prune", "--method", "sparsegpt", "--hessians", "h"], "--method sparsegpt"),
         (["prune", "--permute"], "--permute"),
-        (["prune", "--pattern", "1:4"], "--pattern 1:4"),
         (["quantize", "--scale", "vector", "--prune", "--permute"], "--permute"),
-        (["quantize", "--scale", "mx", "--prune"], "--scale mx"),
         (["quantize", "--scale", "vector", "--calibrate", "mse"], "--calibrate mse"),
         (["quantize", "--scale", "tensor", "--amax-history", "h"], "--amax-history"),
         (["quantize", "--scale", "vector", "--smooth", "s"], "--smooth"),
@@ -539,7 +536,7 @@ def test_the_gpu_that_did_the_work_is_named(
     output = str(model.with_name("out.safetensors"))
     assert run(["prune", str(model), "-o", output, "--device", "auto"]) == 0
     assert "\nran on Simulated H200\n" in capsys.readouterr().out
-    assert {"prune_bf16", "prune_f32"} <= set(device.launches)
+    assert {"prune_magnitude_24_bf16", "prune_magnitude_24_f32"} <= set(device.launches)
     assert run(["prune", str(model), "-o", output, "--force"]) == 0
     assert "ran on" not in capsys.readouterr().out
     alone = ["--permute", "--device", "auto"]

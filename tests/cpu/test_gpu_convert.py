@@ -229,7 +229,7 @@ def test_a_checkpoint_is_looked_through_on_the_gpu_first(
     prune_checkpoint(checkpoint, tmp_path / "cpu")
     assert contents(tmp_path / "gpu") == contents(tmp_path / "cpu")
     launches = engine.device.launches  # type: ignore[attr-defined]
-    assert launches.index("quantize_bf16_bf16") < launches.index("prune_bf16")
+    assert launches.index("quantize_bf16_bf16") < launches.index("prune_magnitude_24_bf16")
 
 
 def test_a_checkpoint_is_packed_on_the_gpu(
