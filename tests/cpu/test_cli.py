@@ -544,6 +544,42 @@ def test_the_gpu_that_did_the_work_is_named(
     assert "ran on" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("command", "kernel"),
+    [
+        (["prune", "--pattern", "1:4"], "prune_magnitude_nm_bf16"),
+        (["prune", "--method", "wanda", "--activation-norms", "NORMS"], "prune_wanda_24_bf16"),
+        (
+            ["quantize", "--prune", "--scale", "vector"]
+            + ["--method", "wanda", "--activation-norms", "NORMS"],
+            "prune_wanda_24_bf16",
+        ),
+        (["quantize", "--prune", "--scale", "mx"], "quantize_e4m3_bf16"),
+    ],
+)
+def test_what_a_gpu_does_too(
+    model: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    command: list[str],
+    kernel: str,
+) -> None:
+    made = made_manifest()
+    monkeypatch.setattr(manifest, "load", lambda: made)
+    device = ConvertDevice()
+    monkeypatch.setattr(sp24cli.gpu.device.Device, "open", staticmethod(lambda: device))
+    tensors = {"a.weight": np.ones(64, np.float32), "b.weight": np.ones(36, np.float32)}
+    norms = save(model.with_name("norms"), tensors)
+    asked = [str(norms) if word == "NORMS" else word for word in command]
+    output = model.with_name("out.safetensors")
+    assert run([*asked, str(model), "-o", str(output), "--device", "cuda"]) == 0
+    assert "\nran on Simulated H200\n" in capsys.readouterr().out
+    assert kernel in device.launches
+    there = output.read_bytes()
+    assert run([*asked, str(model), "-o", str(output), "--force"]) == 0
+    assert output.read_bytes() == there
+
+
 def test_verify_on_cuda_without_a_gpu_exits_5(
     packed: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
