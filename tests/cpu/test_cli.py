@@ -544,15 +544,17 @@ def test_the_gpu_that_did_the_work_is_named(
     assert "ran on" not in capsys.readouterr().out
 
 
+VECTOR = ["--prune", "--scale", "vector"]
+
+
 @pytest.mark.parametrize(
     ("command", "kernel"),
     [
         (["prune", "--pattern", "1:4"], "prune_magnitude_nm_bf16"),
         (["prune", "--method", "wanda", "--activation-norms", "NORMS"], "prune_wanda_24_bf16"),
         (
-            ["quantize", "--prune", "--scale", "vector"]
-            + ["--method", "wanda", "--activation-norms", "NORMS"],
-            "prune_wanda_24_bf16",
+            ["quantize", *VECTOR, "--method", "wanda", "--activation-norms", "NORMS"],
+            "prune_wanda_24_f32",
         ),
         (["quantize", "--prune", "--scale", "mx"], "quantize_e4m3_bf16"),
     ],
