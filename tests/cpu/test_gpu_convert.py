@@ -197,6 +197,27 @@ def test_a_value_that_is_not_finite_is_named_alike(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("group", [[np.nan, 1, 1, 1], [np.inf, np.nan, np.nan, 1]])
+@pytest.mark.parametrize("spec", [ScaleSpec("tensor"), ScaleSpec("vector")], ids=scale_text)
+def test_what_wanda_or_magnitude_would_drop_is_named_alike(
+    engine: convert.Converter, tmp_path: Path, group: list[float], spec: ScaleSpec
+) -> None:
+    weight = normal(1, (300, 52)).astype(np.float16)
+    weight[201, 16:20] = group
+    source = save(tmp_path / "model.safetensors", {"a.weight": weight})
+    for how in ({}, {"engine": engine}):
+        with pytest.raises(BadInputError, match=r"(nan|inf) at row 201, column 16"):
+            quantize_file(
+                source,
+                tmp_path / "out",
+                optype=OPERAND_TYPES["e4m3"],
+                spec=spec,
+                prune=True,
+                choice=by_wanda(source),
+                **how,  # type: ignore[arg-type]
+            )
+
+
 def test_a_crowded_group_is_named_alike(engine: convert.Converter, tmp_path: Path) -> None:
     weight = prune_24(normal(1, (300, 52)).astype(np.float16))
     weight[201, 4:8] = 1

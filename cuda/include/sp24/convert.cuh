@@ -633,14 +633,10 @@ __device__ __forceinline__ float scale_of(uint32_t amax_bits, float max_finite) 
 // of the normal f32 (codes 1 to 254); 1 for nothing.
 __device__ __forceinline__ uint32_t power_of(uint32_t amax_bits, float max_finite) {
   if (amax_bits == 0) return 127;
-  // A subnormal becomes normal, exactly.
-  const bool subnormal = amax_bits < 0x00800000;
-  const uint32_t top = subnormal ? __float_as_uint(__fmul_rn(__uint_as_float(amax_bits), 0x1p24f))
-                                 : amax_bits;
   const uint32_t most = __float_as_uint(max_finite);
-  const bool beyond = (top & 0x007FFFFF) > (most & 0x007FFFFF);
-  const int exponent = static_cast<int>(top >> 23) - (subnormal ? 24 : 0) -
-                       static_cast<int>(most >> 23) + beyond;
+  const bool beyond = (amax_bits & 0x007FFFFF) > (most & 0x007FFFFF);
+  // Of a subnormal this is more than it should be, and yet below the least: max_finite is 2 or more.
+  const int exponent = static_cast<int>(amax_bits >> 23) - static_cast<int>(most >> 23) + beyond;
   return static_cast<uint32_t>(min(max(exponent, -126), 127) + 127);
 }
 
