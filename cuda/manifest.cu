@@ -145,8 +145,9 @@ int main() {
                         changed)>(SP24_STRING(SP24_RUNG_NAME(operand, out, kind, number, name, )),   \
                                   #operand, #out, #kind, number, #name, #source, #meta, #full,       \
                                   #release, #store, changed);
-#define SP24_PRUNE(source) \
-  conversion(SP24_STRING(SP24_PRUNE_NAME(source)), "prune", "", #source, 0, "convert");
+#define SP24_PRUNE(score, pattern, source)                                                     \
+  conversion(SP24_STRING(SP24_PRUNE_NAME(score, pattern, source)), "prune_" #score "_" #pattern, \
+             "", #source, 0, "convert");
 #define SP24_AMAX(source) \
   conversion(SP24_STRING(SP24_AMAX_NAME(source)), "amax", "", #source, 0, "convert");
 #define SP24_SCALES(operand) \

@@ -113,19 +113,27 @@ def kernels(engine: Converter, m: int, k: int) -> None:
     batch = Batch(m, k, band_rows=-(-m // PATCH_ROWS) * PATCH_ROWS)
     dense = random_normal(m, k, 24, ml_dtypes.bfloat16, default_workers())
     spec = ScaleSpec("vector")
-    with device.upload(dense) as source, device.upload(scales(dense)) as scale:
+    with (
+        device.upload(dense) as source,
+        device.upload(scales(dense)) as scale,
+        device.upload(np.ones(k)) as norms,
+    ):
         pruned, found = lane.memory("pruned", dense.nbytes), lane.memory("amax", 4 * m)
         packed = {
             "values": lane.memory("values", m * k // 2),
             "meta": lane.memory("meta", m * k // 8),
         }
+        # Every kernel takes what it needs of these.
+        to = {"source": source.ptr, "dense": pruned, "norms": norms.ptr, "kept": 4, "group": 8}
         given = {"source": source.ptr, "scale": scale.ptr, "prune": 1, "saturate": 1, **packed}
 
         def launch(kind: str, a_type: str = "", **given: int) -> Callable[[], None]:
             return lambda: engine.launch(lane, kind, batch, "BF16", a_type, spec=spec, **given)
 
         work = {
-            "prune": (4.0, launch("prune", source=source.ptr, dense=pruned)),
+            "prune": (4.0, launch("prune_magnitude_24", "", **to)),
+            "prune by wanda": (4.0, launch("prune_wanda_24", "", **to)),
+            "prune to 4:8": (4.0, launch("prune_magnitude_nm", "", **to)),
             "amax by row": (2.0, launch("amax", source=source.ptr, amax=found)),
             "prune and quantize by row": (2.625, launch("quantize", "e4m3", **given)),
         }

@@ -170,9 +170,10 @@ def kept_energy(dense: Array, pruned: Array, *, workers: int = 1) -> tuple[float
     return kept, total
 
 
-def patch_energies(values: Array) -> Array:
+def patch_energies(values: Array, factors: Array | None = None) -> Array:
     """The sums of squares, float64, of every patch of `PATCH_ROWS` x `PATCH_COLUMNS` of ``values``
-    [M, K]: [ceil(M / rows), ceil(K / columns)]. Infinity and NaN are the caller's to explain."""
+    [M, K]: [ceil(M / rows), ceil(K / columns)]. With ``factors``, float64 [K], columns are first
+    multiplied by these. Infinity and NaN are the caller's to explain."""
     rows, cols = values.shape
     sums = np.zeros((-(-rows // PATCH_ROWS), -(-cols // PATCH_COLUMNS)))
     patches = _SUM_ELEMENTS // (PATCH_ROWS * max(1, min(cols, TILE_COLUMNS)))
@@ -180,8 +181,10 @@ def patch_energies(values: Array) -> Array:
         for c in row_slices(cols, TILE_COLUMNS):
             # Cast first, then compute: a ufunc that casts as it goes is several times slower. Of a
             # signalling NaN the cast would warn.
-            with np.errstate(invalid="ignore"):
+            with np.errstate(over="ignore", under="ignore", invalid="ignore"):
                 squares = widen(values[part, c]).astype(np.float64)
+                if factors is not None:
+                    squares *= factors[c]
             sums[patches_of(part, c)] = sum_patches(squares, PATCH_COLUMNS)
     return sums
 

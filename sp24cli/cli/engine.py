@@ -9,8 +9,6 @@ from sp24cli.errors import NoGpuError
 from sp24cli.ops.calibrate import Calibration
 from sp24cli.ops.choose import Choice
 from sp24cli.ops.engine import DeviceChoice, Engine
-from sp24cli.pruning.pattern import TWO_OF_FOUR
-from sp24cli.scaling import ScaleSpec
 
 device_option = click.option(
     "--device",
@@ -18,8 +16,8 @@ device_option = click.option(
     default="cpu",
     show_default=True,
     help="Where the work is done; auto takes a Hopper GPU when there is one. The bytes are the "
-    "same. Methods other than magnitude, other patterns than 2:4, --permute, --calibrate, "
-    "--amax-history, --smooth and --scale mx work on the CPU alone.",
+    "same. --method sparsegpt, --permute, --calibrate, --amax-history and --smooth work on the "
+    "CPU alone.",
 )
 
 
@@ -27,7 +25,6 @@ def open_engine(
     device: DeviceChoice,
     choice: Choice,
     calibration: Calibration | None = None,
-    scale: ScaleSpec | None = None,
 ) -> Engine | None:
     """The GPU as the operations know it, None for the CPU.
 
@@ -37,13 +34,11 @@ def open_engine(
     """
     calibration = calibration or Calibration()
     cpu_only = {
-        f"--method {choice.method}": choice.method != "magnitude",
+        f"--method {choice.method}": choice.method == "sparsegpt",
         "--permute": choice.permute,
-        f"--pattern {choice.pattern}": choice.pattern != TWO_OF_FOUR,
         "--amax-history": calibration.history is not None,
         f"--calibrate {calibration.rule.method}": calibration.rule != AMAX,
         "--smooth": calibration.activations is not None,
-        "--scale mx": scale is not None and scale.kind == "mx",
     }
     for option, given in cpu_only.items():
         if given and device == "cuda":

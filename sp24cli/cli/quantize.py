@@ -151,7 +151,7 @@ def quantize(
     choice = make_choice(method, norms=activation_norms, permute=permute, pattern=str(pattern))
     target = require_output(output, dry_run=dry_run)
     check_report(report, source, target, overwrite=force)
-    engine = open_engine(device, choice, calibration, spec)
+    engine = open_engine(device, choice, calibration)
     with console.progress("quantize", quiet=quiet) as progress:
         done = quantize_checkpoint(
             source,

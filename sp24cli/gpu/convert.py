@@ -1,4 +1,4 @@
-"""Pruning by magnitude and packing on the GPU, to the bytes and the report of the CPU."""
+"""Pruning by magnitude or wanda and packing on the GPU, to the bytes and the report of the CPU."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import numpy.typing as npt
 from sp24cli import metadata, scaling
 from sp24cli.bits import NUMBER_TYPES
 from sp24cli.calibration import AMAX
+from sp24cli.checkpoint.header import TensorEntry
 from sp24cli.checkpoint.reader import SafetensorsFile
 from sp24cli.gpu.arguments import pack_struct, struct_dtype
 from sp24cli.gpu.device import Device
@@ -21,12 +22,13 @@ from sp24cli.gpu.rows import MOST_LANES, Lane, stream_rows
 from sp24cli.kernels import manifest
 from sp24cli.layout import image_shape
 from sp24cli.ops.choose import Losses
-from sp24cli.ops.pack import Band, pack_band, pack_ranges
+from sp24cli.ops.pack import Arrangement, Band, pack_band, pack_ranges
 from sp24cli.ops.plan import not_finite, tensor_label
 from sp24cli.ops.stream import prune_ranges
 from sp24cli.packed import PackedMatrix, PackInfo, QuantStats
+from sp24cli.pruning.pattern import TWO_OF_FOUR, Pattern
 from sp24cli.scaling import ScaleSpec
-from sp24cli.sparsity import PATCH_COLUMNS, PATCH_ROWS, find_nonfinite, fold_halves
+from sp24cli.sparsity import GROUP, PATCH_COLUMNS, PATCH_ROWS, find_nonfinite, fold_halves
 
 Array = npt.NDArray[Any]
 
@@ -42,7 +44,7 @@ _NONFINITE = 0x7F80_0000
 _NONE, _TENSOR = ScaleSpec("none"), ScaleSpec("tensor")
 
 #: Of `Sum` in convert.cuh.
-_SUMS = _ALL, _KEPT, _ERROR = range(3)
+_SUMS = _ALL, _KEPT, _ERROR, _OUTPUT, _LOST = range(5)
 
 _Result = TypeVar("_Result")
 
@@ -75,21 +77,29 @@ class Converter:
         self._counts = struct_dtype(self._manifest.args["band_counts"])
         self._lanes: list[Lane] = []
 
-    def prunes(self, dtype: str) -> bool:
-        source = _SOURCES.get(dtype, "")
-        return self._manifest.conversion("prune", source) is not None
+    def prunes(self, entry: TensorEntry, pattern: Pattern = TWO_OF_FOUR) -> bool:
+        # Whatever the pattern, rows are read by four.
+        return entry.dtype in _SOURCES and entry.shape[1] % GROUP == 0
 
-    def packs(self, info: PackInfo) -> bool:
+    def packs(self, info: PackInfo, arrange: Arrangement | None = None) -> bool:
         source = _SOURCES.get(info.source_dtype, "")
         known = self._manifest.conversion
-        if info.calibration != AMAX or info.smooth is not None or info.scale.kind == "mx":
+        if info.calibration != AMAX or info.smooth is not None or info.permuted:
+            return False
+        if arrange is not None and arrange.norms is None:
             return False
         return known("quantize", source, info.type) is not None and (
             not info.optype.scaled or known("scales", "", info.type) is not None
         )
 
     def prune(
-        self, file: SafetensorsFile, name: str, *, workers: int
+        self,
+        file: SafetensorsFile,
+        name: str,
+        *,
+        norms: Array | None = None,
+        pattern: Pattern = TWO_OF_FOUR,
+        workers: int,
     ) -> Iterator[tuple[Array, Sequence[Losses]]]:
         entry = file.entry(name)
         dtype = NUMBER_TYPES[entry.dtype].dtype
@@ -99,33 +109,40 @@ class Converter:
             lane: Lane, source: int, start: int, stop: int
         ) -> Callable[[], tuple[Array, Sequence[Losses]]]:
             batch = _batch_of(entry.shape, ranges, start, stop)
-            # Every lane of a warp writes where it alone has read.
-            self.launch(lane, "prune", batch, entry.dtype, source=source, dense=source)
-            pruned = lane.download("source", (batch.rows, batch.columns), dtype)
+            result = self._prune(lane, batch, entry.dtype, source, norms, pattern)
+            pruned = lane.download(result, (batch.rows, batch.columns), dtype)
             sums, counts = self._results(lane, batch)
 
             def losses() -> tuple[Array, Sequence[Losses]]:
-                found = []
-                totals, kepts = _energies(batch, sums[[_ALL, _KEPT]]).tolist()
                 for i, rows in enumerate(batch.bands):
                     if counts[i]["amax"] >= _NONFINITE:
                         _refuse_nonfinite(file, name, start + rows.start, start + rows.stop)
-                    found.append(Losses(kepts[i], totals[i]))
-                return pruned, found
+                which = [_KEPT, _ALL] if norms is None else [_KEPT, _ALL, _LOST, _OUTPUT]
+                by_band = zip(*_energies(batch, sums[which]).tolist(), strict=True)
+                return pruned, [Losses(*energies) for energies in by_band]
 
             return losses
 
         return self._stream(file, name, ranges, work, workers)
 
     def scale(
-        self, file: SafetensorsFile, name: str, info: PackInfo, *, workers: int
+        self,
+        file: SafetensorsFile,
+        name: str,
+        info: PackInfo,
+        *,
+        workers: int,
+        arrange: Arrangement | None = None,
     ) -> Array | None:
         if info.scale.kind != "tensor":
             return None
         ranges = prune_ranges(info.shape)
+        norms = None if arrange is None else arrange.norms
 
         def work(lane: Lane, source: int, start: int, stop: int) -> Callable[[], Array]:
             batch = _batch_of(info.shape, ranges, start, stop)
+            if norms is not None:
+                self._prune(lane, batch, info.source_dtype, source, norms)
             self._amax(lane, batch, info.source_dtype, _TENSOR, source)
             found = lane.download("scale", (1,), np.float32)
             return lambda: found.copy()
@@ -143,14 +160,20 @@ class Converter:
         *,
         prune: bool,
         workers: int,
+        arrange: Arrangement | None = None,
     ) -> Iterator[Band]:
         ranges = pack_ranges(info)
         optype = info.optype
+        norms = None if arrange is None else arrange.norms
 
         def work(lane: Lane, source: int, start: int, stop: int) -> Callable[[], Band]:
             batch = _batch_of(info.shape, ranges, start, stop)
             shape = (batch.rows, batch.columns)
             spec = info.scale
+            if norms is not None:
+                # What it leaves is 2:4, and what comes is as if it had been given.
+                self._prune(lane, batch, info.source_dtype, source, norms)
+                dense_sums, dense_counts = self._results(lane, batch, of="dense ")
             own = scale is None and spec.kind != "none"
             if own:
                 self._scales(lane, info, self._amax(lane, batch, info.source_dtype, spec, source))
@@ -169,7 +192,7 @@ class Converter:
                 values=lane.memory("values", batch.rows * batch.columns // 2 * optype.itemsize),
                 meta=lane.memory("meta", batch.rows * metadata.meta_bytes(batch.columns)),
                 scale=0 if spec.kind == "none" else lane.memory("scale", 0),
-                prune=int(prune),
+                prune=int(prune and norms is None),
                 saturate=int(info.overflow == "satfinite"),
             )
             parts = replace(info, shape=shape, permuted=False).parts()
@@ -177,25 +200,28 @@ class Converter:
                 image = lane.memory("blocks", math.prod(image_shape(*shape, optype)))
                 values, meta = lane.memory("values", 0), lane.memory("meta", 0)
                 enqueue_turn(self.device, optype, shape, values, meta, image, lane.stream)
+            memories = {"scale": "powers"} if spec.kind == "mx" else {}
             arrays = {
-                part: lane.download(part, size, dtype)
+                part: lane.download(memories.get(part, part), size, dtype)
                 for part, (dtype, size) in parts.items()
                 if part != "scale" or own
             }
             if scale is not None:
                 arrays["scale"] = scale
             sums, counts = self._results(lane, batch)
+            if norms is None:
+                dense_sums, dense_counts = sums, counts
 
             def band() -> Band:
                 signals, errors = _energies(batch, sums[[_KEPT, _ERROR]]).tolist()
-                energies = _energies(batch, sums[[_ALL]])[0].tolist() if prune else ()
+                energies = _energies(batch, dense_sums[[_ALL]])[0].tolist() if prune else ()
                 stats = []
                 for i, rows in enumerate(batch.bands):
                     count = counts[i]
-                    if count["amax"] >= _NONFINITE or count["crowded"]:
+                    if dense_counts[i]["amax"] >= _NONFINITE or count["crowded"]:
                         # The CPU names the place.
                         there = slice(start + rows.start, start + rows.stop)
-                        pack_band(file, name, info, scale, there, prune=prune)
+                        pack_band(file, name, info, scale, there, prune=prune, arrange=arrange)
                     stats.append(_stats(info, count, signals[i], errors[i]))
                 packed = PackedMatrix(
                     replace(info, shape=shape, permuted=False),
@@ -305,10 +331,51 @@ class Converter:
             "scale_columns": -(-columns // block_columns),
             "prune": 0,
             "saturate": 1,
+            "norms": 0,
+            "kept": 0,
+            "group": 0,
         }
         grid = -(-down * across // (entry.threads // 32))
         args = pack_struct(self._manifest.args[entry.args], values | given)
         self.device.launch(self.device.kernel(entry), grid, [args], lane.stream)
+
+    def _prune(
+        self,
+        lane: Lane,
+        batch: Batch,
+        dtype: str,
+        source: int,
+        norms: Array | None,
+        pattern: Pattern = TWO_OF_FOUR,
+    ) -> str:
+        """Enqueue pruning the lane's memory "source", which lies at ``source``; the name of the
+        memory with the result, itself for 2:4."""
+        # Every thread writes what it alone has read.
+        result, dense, kind = "source", source, "24"
+        if pattern != TWO_OF_FOUR:
+            # It reads the neighbours, too.
+            result, kind = "dense", "nm"
+            itemsize = NUMBER_TYPES[dtype].dtype.itemsize
+            dense = lane.memory(result, batch.rows * batch.columns * itemsize)
+        score, weights = "magnitude", 0
+        if norms is not None:
+            score = "wanda"
+            host = lane.host("norms", norms.shape, norms.dtype)
+            np.copyto(host, norms)
+            weights = lane.memory("norms", host.nbytes)
+            self.device.copy_in(weights, host, lane.stream)
+        self.launch(
+            lane,
+            f"prune_{score}_{kind}",
+            batch,
+            dtype,
+            source=source,
+            dense=dense,
+            norms=weights,
+            kept=pattern.kept,
+            group=pattern.group,
+        )
+        return result
 
     def _amax(self, lane: Lane, batch: Batch, dtype: str, spec: ScaleSpec, source: int) -> int:
         """Enqueue the search for the largest magnitudes under the scales, into the lane's memory
@@ -320,7 +387,8 @@ class Converter:
         return count
 
     def _scales(self, lane: Lane, info: PackInfo, count: int) -> None:
-        """Enqueue making scales of what `_amax` has found."""
+        """Enqueue making scales of what `_amax` has found; those of kind ``mx`` go into the memory
+        "powers", too, as they are stored."""
         entry = self._manifest.conversion("scales", "", info.type)
         assert entry is not None
         memory = lane.memory("scale", 4 * count)
@@ -329,6 +397,7 @@ class Converter:
             {
                 "amax": memory,
                 "scale": memory,
+                "powers": lane.memory("powers", count) if info.scale.kind == "mx" else 0,
                 "count": count,
                 "max_finite": int(info.optype.max_finite),
             },
@@ -336,10 +405,13 @@ class Converter:
         grid = -(-count // entry.threads)
         self.device.launch(self.device.kernel(entry), grid, [args], lane.stream)
 
-    def _results(self, lane: Lane, batch: Batch) -> tuple[Array, Array]:
-        """Enqueue the download of sums and counts: by name of the sum, and by band."""
-        sums = lane.download("sums", (len(_SUMS), *batch.patches), np.float64)
-        counts = lane.download("counts", (len(batch.bands),), self._counts)
+    def _results(self, lane: Lane, batch: Batch, *, of: str = "") -> tuple[Array, Array]:
+        """Enqueue the download of sums and counts: by name of the sum, and by band. Those of
+        kernels that follow on each other have a name, ``of``, each."""
+        shape = (len(_SUMS), *batch.patches)
+        sums = lane.download("sums", shape, np.float64, host=f"{of}sums")
+        bands = len(batch.bands)
+        counts = lane.download("counts", (bands,), self._counts, host=f"{of}counts")
         return sums, counts
 
 

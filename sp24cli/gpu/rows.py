@@ -50,11 +50,14 @@ class Lane:
             pinned = self._pinned[name] = self.device.pinned(nbytes)
         return pinned.array[:nbytes].view(dtype).reshape(shape)
 
-    def download(self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
-        """Enqueue a copy of the memory ``name`` into the page-locked array that this is."""
-        host = self.host(name, shape, dtype)
-        self.device.copy_out(host, self._buffers[name].ptr, self.stream)
-        return host
+    def download(
+        self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike, *, host: str | None = None
+    ) -> Array:
+        """Enqueue a copy of the memory ``name`` into the page-locked array that this is, that of
+        the name ``host`` if not the same."""
+        into = self.host(name if host is None else host, shape, dtype)
+        self.device.copy_out(into, self._buffers[name].ptr, self.stream)
+        return into
 
 
 def stream_rows(

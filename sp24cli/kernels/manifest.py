@@ -212,8 +212,18 @@ class ConversionEntry:
 
 #: The kinds of `ConversionEntry`.
 CONVERSIONS = (
-    "prune", "amax", "scales", "quantize", "tokens", "smooth_tokens", "gather", "pack_widened",
-)  # fmt: skip
+    "prune_magnitude_24",
+    "prune_wanda_24",
+    "prune_magnitude_nm",
+    "prune_wanda_nm",
+    "amax",
+    "scales",
+    "quantize",
+    "tokens",
+    "smooth_tokens",
+    "gather",
+    "pack_widened",
+)
 
 AnyEntry = Entry | PackEntry | CeilingEntry | RungEntry | ConversionEntry
 

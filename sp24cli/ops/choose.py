@@ -108,6 +108,8 @@ class TensorChoice:
     energy: Callable[[Array], float] | None
     #: How many times the memory of a plain band one takes.
     share: int
+    #: What wanda weighs the columns by, float64 [K] in that order.
+    norms: Array | None = None
 
     def band(self, dense: Array) -> tuple[Array, Losses]:
         """Rows of the tensor pruned, in the file's order, and what that lost."""
@@ -238,6 +240,7 @@ class Chooser(Closing):
             lambda dense: prune_wanda(dense, norms, self.choice.pattern),
             lambda dense: weighted_energy(dense, norms),
             2,
+            norms,
         )
 
     def _sparsegpt(

@@ -6,17 +6,19 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, Protocol
 
 from sp24cli.bits import Array
+from sp24cli.checkpoint.header import TensorEntry
 from sp24cli.checkpoint.reader import SafetensorsFile
 from sp24cli.ops.choose import Losses
-from sp24cli.ops.pack import Band
+from sp24cli.ops.pack import Arrangement, Band
 from sp24cli.packed import PackInfo
+from sp24cli.pruning.pattern import TWO_OF_FOUR, Pattern
 
 #: Where work is to be done; "auto" takes a GPU when there is one.
 DeviceChoice = Literal["auto", "cpu", "cuda"]
 
 
 class Engine(Protocol):
-    """Prunes by magnitude and packs, to the same bytes and reports as the CPU.
+    """Prunes by magnitude or wanda and packs, to the same bytes and reports as the CPU.
 
     Arrays that it yields are valid until the next is asked for. Its errors are those of the
     functions of `sp24cli.ops` that it stands for.
@@ -25,24 +27,37 @@ class Engine(Protocol):
     #: The device's name, for the report.
     name: str
 
-    def prunes(self, dtype: str) -> bool:
-        """Whether it takes weights of that safetensors dtype."""
+    def prunes(self, entry: TensorEntry, pattern: Pattern = TWO_OF_FOUR) -> bool:
+        """Whether it takes that weight, and prunes it to that pattern."""
         ...
 
-    def packs(self, info: PackInfo) -> bool:
-        """Whether it makes what ``info`` says of what it was made from."""
+    def packs(self, info: PackInfo, arrange: Arrangement | None = None) -> bool:
+        """Whether it makes what ``info`` says of what it was made from, arranged so."""
         ...
 
     def prune(
-        self, file: SafetensorsFile, name: str, *, workers: int
+        self,
+        file: SafetensorsFile,
+        name: str,
+        *,
+        norms: Array | None = None,
+        pattern: Pattern = TWO_OF_FOUR,
+        workers: int,
     ) -> Iterator[tuple[Array, Sequence[Losses]]]:
-        """The rows of a tensor pruned to 2:4, some at a time, and the losses of their bands."""
+        """The rows of a tensor pruned, some at a time, and the losses of their bands: by wanda
+        with ``norms`` as `wanda.check_norms` gives them, else by magnitude."""
         ...
 
     def scale(
-        self, file: SafetensorsFile, name: str, info: PackInfo, *, workers: int
+        self,
+        file: SafetensorsFile,
+        name: str,
+        info: PackInfo,
+        *,
+        workers: int,
+        arrange: Arrangement | None = None,
     ) -> Array | None:
-        """As `pack.tensor_scale`."""
+        """As `pack.tensor_scale` of what is pruned if ``arrange`` says how, by amax."""
         ...
 
     def pack(
@@ -54,6 +69,7 @@ class Engine(Protocol):
         *,
         prune: bool,
         workers: int,
+        arrange: Arrangement | None = None,
     ) -> Iterator[Band]:
         """As `pack.pack_bands`."""
         ...

@@ -27,11 +27,13 @@ from sp24cli.sparsity import find_nonfinite, fold, patch_energies
 class Arrangement:
     """In which ``order`` (int32 [K]) the columns are packed, None for the file's, and what
     prunes them then: ``pruner`` of a first row and the rows from it, None for magnitude. What
-    is left is multiplied by ``smooth``, float32 [K] in the file's order, None for 1."""
+    is left is multiplied by ``smooth``, float32 [K] in the file's order, None for 1. ``norms`` are
+    those of wanda, float64 [K] in that order, where that is what the pruner does."""
 
     order: Array | None = None
     pruner: Callable[[int, Array], Array] | None = None
     smooth: Array | None = None
+    norms: Array | None = None
 
     def columns(self, dense: Array) -> Array:
         return dense if self.order is None else permute.apply(dense, self.order)

@@ -18,7 +18,7 @@ from sp24cli.ops.engine import Engine
 from sp24cli.ops.plan import Sink, copy_tensor, make_plan, not_finite, open_sink, tensor_label
 from sp24cli.ops.report import Skipped, document, share
 from sp24cli.ops.stream import Meter, Progress, default_workers, map_bands, prune_ranges
-from sp24cli.pruning.pattern import TWO_OF_FOUR
+from sp24cli.pruning.pattern import Pattern
 from sp24cli.sparsity import find_nonfinite
 
 
@@ -105,7 +105,9 @@ def prune_file(
                     able = _engine_for(engine, entry, how, choice)
                     if engine is not None and able is None:
                         on_cpu.append(entry.name)
-                    losses.append(_prune_tensor(file, entry, how, sink, meter, able, workers))
+                    losses.append(
+                        _prune_tensor(file, entry, how, choice.pattern, sink, meter, able, workers)
+                    )
                     tensors.append(_pruned(entry, how, losses[-1]))
                 for item in plan.skipped:
                     copy_tensor(file, item.name, sink, meter)
@@ -128,8 +130,9 @@ def _engine_for(
     engine: Engine | None, entry: TensorEntry, how: TensorChoice, choice: Choice
 ) -> Engine | None:
     """The engine if it can do what is to be done here."""
-    plain = how.method == "magnitude" and how.order is None and choice.pattern == TWO_OF_FOUR
-    return engine if plain and engine is not None and engine.prunes(entry.dtype) else None
+    plain = how.method in ("magnitude", "wanda") and how.order is None
+    able = plain and engine is not None and engine.prunes(entry, choice.pattern)
+    return engine if able else None
 
 
 def _pruned(entry: TensorEntry, how: TensorChoice, losses: Losses) -> PrunedTensor:
@@ -149,6 +152,7 @@ def _prune_tensor(
     file: SafetensorsFile,
     entry: TensorEntry,
     how: TensorChoice,
+    pattern: Pattern,
     sink: Sink,
     meter: Meter,
     engine: Engine | None,
@@ -157,7 +161,10 @@ def _prune_tensor(
     """Write one pruned tensor, and its new order if it has one."""
     parts: list[Losses] = []
     if engine is not None:
-        for pruned, found in engine.prune(file, entry.name, workers=workers):
+        by_engine = engine.prune(
+            file, entry.name, norms=how.norms, pattern=pattern, workers=workers
+        )
+        for pruned, found in by_engine:
             sink.write(entry.name, pruned)
             meter.add(pruned.nbytes)
             parts += found

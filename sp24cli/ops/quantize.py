@@ -125,8 +125,8 @@ def quantize_file(
     those scales, or the weights of the scales that are here, may lie. ``histograms`` asks for
     those of the codes.
 
-    ``engine`` does the work where it can: by magnitude, in the order of the file, from and to the
-    types that it has. The bytes are the same without it.
+    ``engine`` does the work where it can: in the order of the file, with scales by amax, from and
+    to the types that it has. The bytes are the same without it.
 
     Raises:
         BadInputError: a malformed or packed file; in a selected weight NaN or infinity (with
@@ -253,7 +253,7 @@ def _quantize_tensor(
     how = chooser.tensor(entry, workers=workers)
     arrange = None
     if how.order is not None or how.method == "wanda":
-        arrange = Arrangement(how.order, lambda start, dense: how.prune(dense))
+        arrange = Arrangement(how.order, lambda start, dense: how.prune(dense), norms=how.norms)
     activations = calibrator.activations(entry)
     if activations is not None:
         smooth = smooth_factors(
@@ -262,9 +262,11 @@ def _quantize_tensor(
         sink.write(f"{name}_smooth", smooth)
         arrange = replace(arrange or Arrangement(), smooth=smooth)
     scale = calibrator.scale(name, info)
-    if engine is not None and arrange is None and engine.packs(info):
-        scale = engine.scale(file, name, info, workers=workers)
-        packing = engine.pack(file, name, info, scale, prune=prune, workers=workers)
+    if engine is not None and engine.packs(info, arrange):
+        scale = engine.scale(file, name, info, workers=workers, arrange=arrange)
+        packing = engine.pack(
+            file, name, info, scale, prune=prune, workers=workers, arrange=arrange
+        )
     else:
         if engine is not None:
             on_cpu.append(name)

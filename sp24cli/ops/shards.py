@@ -50,7 +50,7 @@ from sp24cli.ops.report import document
 from sp24cli.ops.stream import Progress, default_workers, map_bands, prune_ranges
 from sp24cli.pruning import permute
 from sp24cli.pruning.pattern import TWO_OF_FOUR, Pattern, find_crowded, pattern_of, violation
-from sp24cli.sparsity import GROUP, find_nonfinite
+from sp24cli.sparsity import find_nonfinite
 
 CONFIG_NAME = "config.json"
 
@@ -451,9 +451,8 @@ def _look_through(
 ) -> Iterator[int]:
     """`_look` at all of a weight."""
     look = partial(_look, file, entry, pattern)
-    knows = pattern in (None, TWO_OF_FOUR) and entry.shape[1] % GROUP == 0
-    knows = knows and stored_order(file, entry) is None
-    if engine is not None and knows and engine.prunes(entry.dtype):
+    knows = pattern in (None, TWO_OF_FOUR) and stored_order(file, entry) is None
+    if engine is not None and knows and engine.prunes(entry):
         wanted = pattern is not None
         return engine.check(file, entry.name, look, find_violations=wanted, workers=workers)
     return map_bands(look, prune_ranges(entry.shape), entry.shape[1], workers)

@@ -11,6 +11,7 @@ import numpy as np
 from sp24cli.bits import Array, widen
 from sp24cli.errors import BadInputError
 from sp24cli.pruning.pattern import TWO_OF_FOUR, Pattern, prune_by
+from sp24cli.sparsity import fold, patch_energies
 
 
 def check_norms(norms: Array, k: int) -> Array:
@@ -48,7 +49,6 @@ def prune_wanda(dense: Array, norms: Array, pattern: Pattern = TWO_OF_FOUR) -> A
 
 
 def weighted_energy(dense: Array, norms: Array) -> float:
-    """Sum of (w * norm) squared over ``dense`` [R, K], in float64."""
-    weighted = widen(dense).astype(np.float64)
-    weighted *= norms
-    return float(np.square(weighted, out=weighted).sum())
+    """Sum of (w * norm) squared over ``dense`` [R, K], in float64: product and square are rounded
+    by themselves, then added up in the order of `sparsity.patch_energies` and `fold`."""
+    return fold(patch_energies(dense, norms))

@@ -17,7 +17,9 @@ from sp24cli.bits import NUMBER_TYPES, magnitude_values, magnitudes, widen
 from sp24cli.kernels import manifest
 from sp24cli.optypes import OPERAND_TYPES, operand_type
 from sp24cli.packed import PackedMatrix, PackInfo, pack_rows
-from sp24cli.scaling import ScaleSpec, amax, expand, scales_from_amax
+from sp24cli.pruning.pattern import TWO_OF_FOUR, Pattern, prune_magnitude
+from sp24cli.pruning.wanda import prune_wanda
+from sp24cli.scaling import ScaleSpec, amax, expand, make_scales, scale_values, scales_from_amax
 from sp24cli.sparsity import (
     PATCH_COLUMNS,
     PATCH_ROWS,
@@ -29,6 +31,9 @@ from sp24cli.sparsity import (
 
 CUDA = Path(__file__).parents[2] / "cuda"
 _TARGETS = ("e4m3", "e5m2", "s8", "f16", "bf16")
+PRUNERS = tuple(
+    f"prune_{score}_{pattern}" for score in ("magnitude", "wanda") for pattern in ("24", "nm")
+)
 _SIZES = {"uint64_t": 8, "int64_t": 8, "int32_t": 4, "uint32_t": 4}
 
 
@@ -60,7 +65,7 @@ def made_manifest() -> manifest.Manifest:
     entries = [entry("gather", bits) for bits in ("8", "16", "32")]
     entries += [entry("scales", "", a_type) for a_type in ("e4m3", "e5m2", "s8")]
     for source in ("bf16", "f16", "f32"):
-        entries += [entry("prune", source), entry("amax", source)]
+        entries += [entry(kind, source) for kind in (*PRUNERS, "amax")]
         for kind in ("tokens", "smooth_tokens"):
             entries += [entry(kind, source, a_type) for a_type in ("e4m3", "e5m2", "s8")]
         entries += [entry("quantize", source, a_type) for a_type in _TARGETS]
@@ -151,7 +156,13 @@ class ConvertDevice:
             _turn(operand_type(entry.a_type), args)
         elif entry.kind == "scales":
             found = memory(args.amax, np.float32, args.count)
-            memory(args.scale, np.float32, args.count)[:] = scales_from_amax(found, args.max_finite)
+            if args.powers:
+                made = make_scales(found, args.max_finite, ScaleSpec.parse("mx"))
+                memory(args.powers, np.uint8, args.count)[:] = made.view(np.uint8)
+                made = scale_values(made)
+            else:
+                made = scales_from_amax(found, args.max_finite)
+            memory(args.scale, np.float32, args.count)[:] = made
         elif entry.kind in ("tokens", "smooth_tokens"):
             _tokens(entry, NUMBER_TYPES[entry.source.upper()], args, grid)
         elif entry.kind == "gather":
@@ -161,7 +172,8 @@ class ConvertDevice:
             patches = -(-args.rows // PATCH_ROWS) * -(-args.k // PATCH_COLUMNS)
             assert grid == -(-patches // (entry.threads // 32))
             source = NUMBER_TYPES[entry.source.upper()]
-            {"prune": _prune, "amax": _amax, "quantize": _quantize}[entry.kind](entry, source, args)
+            work = {"amax": _amax, "quantize": _quantize}.get(entry.kind, _prune)
+            work(entry, source, args)
 
 
 def _tokens(entry, source, args, rows):
@@ -202,7 +214,7 @@ def _turn(optype, args):
 
 def _sums(args):
     return memory(
-        args.sums, np.float64, (3, -(-args.rows // PATCH_ROWS), -(-args.k // PATCH_COLUMNS))
+        args.sums, np.float64, (5, -(-args.rows // PATCH_ROWS), -(-args.k // PATCH_COLUMNS))
     )
 
 
@@ -220,10 +232,22 @@ def _counts(args):
 
 
 def _prune(entry, source, args):
+    assert entry.kind in PRUNERS
+    _, score, pattern = entry.kind.split("_")
+    assert pattern == "24" or args.dense != args.source, "neighbours are read where they lie"
+    wanted = TWO_OF_FOUR if pattern == "24" else Pattern(args.kept, args.group)
     dense = memory(args.source, source.dtype, (args.rows, args.k)).copy()
-    pruned = prune_24(dense)
-    memory(args.dense, source.dtype, dense.shape)[:] = pruned
     sums = _sums(args)
+    if score == "magnitude":
+        pruned = prune_magnitude(dense, wanted)
+    else:
+        assert args.norms % 16 == 0
+        norms = memory(args.norms, np.float64, args.k)
+        with np.errstate(invalid="ignore"):
+            pruned = prune_wanda(dense, norms, wanted)
+            lost = widen(dense).astype(np.float64) - widen(pruned)
+        sums[3], sums[4] = patch_energies(dense, norms), patch_energies(lost, norms)
+    memory(args.dense, source.dtype, dense.shape)[:] = pruned
     sums[0], sums[1] = patch_energies(dense), patch_energies(pruned)
     _put_amax(dense, source, args, _counts(args))
 

@@ -510,12 +510,9 @@ def test_conversion_on_a_gpu_that_is_not_there(
 @pytest.mark.parametrize(
     ("command", "option"),
     [
-        (["prune", "--method", "wanda", "--activation-norms", "n"], "--method wanda"),
         (["prune", "--method", "sparsegpt", "--hessians", "h"], "--method sparsegpt"),
         (["prune", "--permute"], "--permute"),
-        (["prune", "--pattern", "1:4"], "--pattern 1:4"),
         (["quantize", "--scale", "vector", "--prune", "--permute"], "--permute"),
-        (["quantize", "--scale", "mx", "--prune"], "--scale mx"),
         (["quantize", "--scale", "vector", "--calibrate", "mse"], "--calibrate mse"),
         (["quantize", "--scale", "tensor", "--amax-history", "h"], "--amax-history"),
         (["quantize", "--scale", "vector", "--smooth", "s"], "--smooth"),
@@ -539,12 +536,50 @@ def test_the_gpu_that_did_the_work_is_named(
     output = str(model.with_name("out.safetensors"))
     assert run(["prune", str(model), "-o", output, "--device", "auto"]) == 0
     assert "\nran on Simulated H200\n" in capsys.readouterr().out
-    assert {"prune_bf16", "prune_f32"} <= set(device.launches)
+    assert {"prune_magnitude_24_bf16", "prune_magnitude_24_f32"} <= set(device.launches)
     assert run(["prune", str(model), "-o", output, "--force"]) == 0
     assert "ran on" not in capsys.readouterr().out
     alone = ["--permute", "--device", "auto"]
     assert run(["prune", str(model), "-o", output, "--force", *alone]) == 0
     assert "ran on" not in capsys.readouterr().out
+
+
+VECTOR = ["--prune", "--scale", "vector"]
+
+
+@pytest.mark.parametrize(
+    ("command", "kernel"),
+    [
+        (["prune", "--pattern", "1:4"], "prune_magnitude_nm_bf16"),
+        (["prune", "--method", "wanda", "--activation-norms", "NORMS"], "prune_wanda_24_bf16"),
+        (
+            ["quantize", *VECTOR, "--method", "wanda", "--activation-norms", "NORMS"],
+            "prune_wanda_24_f32",
+        ),
+        (["quantize", "--prune", "--scale", "mx"], "quantize_e4m3_bf16"),
+    ],
+)
+def test_what_a_gpu_does_too(
+    model: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    command: list[str],
+    kernel: str,
+) -> None:
+    made = made_manifest()
+    monkeypatch.setattr(manifest, "load", lambda: made)
+    device = ConvertDevice()
+    monkeypatch.setattr(sp24cli.gpu.device.Device, "open", staticmethod(lambda: device))
+    tensors = {"a.weight": np.ones(64, np.float32), "b.weight": np.ones(36, np.float32)}
+    norms = save(model.with_name("norms"), tensors)
+    asked = [str(norms) if word == "NORMS" else word for word in command]
+    output = model.with_name("out.safetensors")
+    assert run([*asked, str(model), "-o", str(output), "--device", "cuda"]) == 0
+    assert "\nran on Simulated H200\n" in capsys.readouterr().out
+    assert kernel in device.launches
+    there = output.read_bytes()
+    assert run([*asked, str(model), "-o", str(output), "--force"]) == 0
+    assert output.read_bytes() == there
 
 
 def test_verify_on_cuda_without_a_gpu_exits_5(

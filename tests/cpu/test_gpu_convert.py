@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from sp24cli.calibration import ScaleRule
+from sp24cli.checkpoint.reader import SafetensorsFile
 from sp24cli.errors import BadInputError
 from sp24cli.gpu import convert
 from sp24cli.kernels import manifest
@@ -22,6 +23,7 @@ from sp24cli.ops.prune import prune_file
 from sp24cli.ops.quantize import quantize_file
 from sp24cli.ops.report import scale_text
 from sp24cli.optypes import OPERAND_TYPES
+from sp24cli.pruning.pattern import Pattern
 from sp24cli.scaling import ScaleSpec
 from sp24cli.sparsity import prune_24
 from tests.cpu.checkpoints import contents, write_checkpoint
@@ -50,6 +52,17 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return save(tmp_path / "model.safetensors", {**tensors, "b.bias": np.ones(3, np.float32)})
 
 
+def by_wanda(model: Path, **options: Any) -> Choice:
+    """A choice with norms, some of them zero, for every matrix of ``model``."""
+    with SafetensorsFile(model) as file:
+        norms = {
+            e.name: np.maximum(normal(e.shape[1], e.shape[1:]), 0)
+            for e in file.header.entries
+            if len(e.shape) == 2
+        }
+    return Choice("wanda", calibration=save(model.with_name("norms"), norms), **options)
+
+
 def same_report(one: Any, other: Any) -> None:
     mine, theirs = asdict(one), asdict(other)
     for name in ("output", "device"):
@@ -70,8 +83,48 @@ def test_prunes_to_the_bytes_and_report_of_the_cpu(
     assert len(engine.device.launches) > len(SHAPES)  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("workers", [1, 3])
+def test_prunes_by_wanda_to_the_bytes_and_report_of_the_cpu(
+    engine: convert.Converter, model: Path, tmp_path: Path, workers: int
+) -> None:
+    there, here = tmp_path / "gpu", tmp_path / "cpu"
+    choice = by_wanda(model)
+    by_gpu = prune_file(model, there, choice=choice, engine=engine, workers=workers)
+    by_cpu = prune_file(model, here, choice=choice, workers=1)
+    assert there.read_bytes() == here.read_bytes()
+    same_report(by_gpu, by_cpu)
+    assert by_gpu.on_cpu == ()
+    assert all(t.weighted_error for t in by_gpu.tensors if t.shape[0] > 1)
+    prune_file(model, here, overwrite=True)
+    assert there.read_bytes() != here.read_bytes()
+
+
+@pytest.mark.parametrize("method", ["magnitude", "wanda"])
+@pytest.mark.parametrize("pattern", [(1, 2), (3, 4), (2, 5), (4, 8), (13, 32)])
+def test_prunes_to_other_patterns(
+    engine: convert.Converter, tmp_path: Path, method: str, pattern: tuple[int, int]
+) -> None:
+    """But what is not read by four, which the CPU does and which is said."""
+    wanted = Pattern(*pattern)
+    source = save(
+        tmp_path / "model",
+        {
+            "one.weight": normal(1, (70, 8 * wanted.group), "BF16"),
+            "two.weight": normal(2, (40, 36 * wanted.group), "F32"),
+            "odd.weight": normal(3, (40, 7 * wanted.group), "F32"),
+        },
+    )
+    choice = by_wanda(source, pattern=wanted) if method == "wanda" else Choice(pattern=wanted)
+    there, here = tmp_path / "gpu", tmp_path / "cpu"
+    by_gpu = prune_file(source, there, choice=choice, engine=engine, workers=2)
+    prune_file(source, here, choice=choice)
+    assert there.read_bytes() == here.read_bytes()
+    assert by_gpu.on_cpu == (("odd.weight",) if wanted.group % 4 else ())
+    assert f"prune_{method}_nm_bf16" in engine.device.launches  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("layout", ["row", "sm90"])
-@pytest.mark.parametrize("prune", [True, False])
+@pytest.mark.parametrize("prune", ["magnitude", "wanda", "given"])
 @pytest.mark.parametrize(
     ("type_name", "spec"),
     [
@@ -79,6 +132,7 @@ def test_prunes_to_the_bytes_and_report_of_the_cpu(
         ("e4m3", ScaleSpec("vector")),
         ("e4m3", ScaleSpec("block", (96, 20))),
         ("e4m3", ScaleSpec("block", (1 << 40, 1 << 40))),
+        ("e4m3", ScaleSpec.parse("mx")),
         ("e5m2", ScaleSpec("tensor")),
         ("s8", ScaleSpec("vector")),
         ("f16", ScaleSpec("none")),
@@ -92,18 +146,19 @@ def test_packs_to_the_bytes_and_report_of_the_cpu(
     tmp_path: Path,
     type_name: str,
     spec: ScaleSpec,
-    prune: bool,
+    prune: str,
     layout: Any,
 ) -> None:
     source = model
-    if not prune:
+    if prune == "given":
         source = tmp_path / "pruned"
         prune_file(model, source)
     options: dict[str, Any] = {
         "optype": OPERAND_TYPES[type_name],
         "spec": spec,
         "layout": layout,
-        "prune": prune,
+        "prune": prune != "given",
+        "choice": by_wanda(model) if prune == "wanda" else None,
         "histograms": True,
     }
     there, here = tmp_path / "gpu", tmp_path / "cpu"
@@ -123,9 +178,14 @@ def test_a_value_that_is_not_finite_is_named_alike(
     weight[row, 17], weight[row, 18] = bad, np.nan
     source = save(tmp_path / "model.safetensors", {"a.weight": weight})
     options: dict[str, Any] = {"optype": OPERAND_TYPES["e4m3"], "spec": ScaleSpec("vector")}
+    wanda = by_wanda(source)
     for run in (
         lambda **how: prune_file(source, tmp_path / "out", **how),
+        lambda **how: prune_file(source, tmp_path / "out", choice=wanda, **how),
         lambda **how: quantize_file(source, tmp_path / "out", prune=True, **options, **how),
+        lambda **how: quantize_file(
+            source, tmp_path / "out", prune=True, choice=wanda, **options, **how
+        ),
     ):
         messages = []
         for how in ({}, {"engine": engine}):
@@ -135,6 +195,27 @@ def test_a_value_that_is_not_finite_is_named_alike(
         assert messages[0] == messages[1]
         assert f"at row {row}, column 1" in messages[0]
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("group", [[np.nan, 1, 1, 1], [np.inf, np.nan, np.nan, 1]])
+@pytest.mark.parametrize("spec", [ScaleSpec("tensor"), ScaleSpec("vector")], ids=scale_text)
+def test_what_wanda_or_magnitude_would_drop_is_named_alike(
+    engine: convert.Converter, tmp_path: Path, group: list[float], spec: ScaleSpec
+) -> None:
+    weight = normal(1, (300, 52)).astype(np.float16)
+    weight[201, 16:20] = group
+    source = save(tmp_path / "model.safetensors", {"a.weight": weight})
+    for how in ({}, {"engine": engine}):
+        with pytest.raises(BadInputError, match=r"(nan|inf) at row 201, column 16"):
+            quantize_file(
+                source,
+                tmp_path / "out",
+                optype=OPERAND_TYPES["e4m3"],
+                spec=spec,
+                prune=True,
+                choice=by_wanda(source),
+                **how,  # type: ignore[arg-type]
+            )
 
 
 def test_a_crowded_group_is_named_alike(engine: convert.Converter, tmp_path: Path) -> None:
@@ -177,17 +258,20 @@ def test_what_it_has_no_kernel_for_is_left_to_the_cpu_and_said(
 
 
 @pytest.mark.parametrize(
-    ("spec", "rule"),
+    ("choose", "rule"),
     [
-        (ScaleSpec.parse("mx"), ScaleRule("amax")),
-        (ScaleSpec("vector"), ScaleRule("percentile", percentile=99.0)),
+        (lambda model: Choice(), ScaleRule("percentile", percentile=99.0)),
+        (by_wanda, ScaleRule("mse")),
+        (lambda model: by_wanda(model, permute=True), ScaleRule("amax")),
     ],
+    ids=["percentile", "mse", "permuted"],
 )
-def test_scales_that_it_does_not_choose_are_left_to_the_cpu(
-    engine: convert.Converter, tmp_path: Path, spec: ScaleSpec, rule: ScaleRule
+def test_what_it_does_not_choose_is_left_to_the_cpu(
+    engine: convert.Converter, tmp_path: Path, choose: Any, rule: ScaleRule
 ) -> None:
     source = save(tmp_path / "model", {"a.weight": normal(1, (64, 64), "BF16")})
-    options: dict[str, Any] = {"optype": OPERAND_TYPES["e4m3"], "spec": spec, "prune": True}
+    options: dict[str, Any] = {"optype": OPERAND_TYPES["e4m3"], "prune": True}
+    options |= {"spec": ScaleSpec("vector"), "choice": choose(source)}
     options["calibration"] = Calibration(rule)
     there, here = tmp_path / "gpu", tmp_path / "cpu"
     report = quantize_file(source, there, engine=engine, **options)
@@ -229,7 +313,7 @@ def test_a_checkpoint_is_looked_through_on_the_gpu_first(
     prune_checkpoint(checkpoint, tmp_path / "cpu")
     assert contents(tmp_path / "gpu") == contents(tmp_path / "cpu")
     launches = engine.device.launches  # type: ignore[attr-defined]
-    assert launches.index("quantize_bf16_bf16") < launches.index("prune_bf16")
+    assert launches.index("quantize_bf16_bf16") < launches.index("prune_magnitude_24_bf16")
 
 
 def test_a_checkpoint_is_packed_on_the_gpu(

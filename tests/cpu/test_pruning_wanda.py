@@ -8,7 +8,7 @@ import pytest
 from sp24cli.errors import BadInputError
 from sp24cli.pruning.pattern import Pattern
 from sp24cli.pruning.wanda import check_norms, prune_wanda, weighted_energy
-from sp24cli.sparsity import prune_24
+from sp24cli.sparsity import fold, patch_energies, prune_24
 from tests.cpu.modelfile import Array, normal
 
 
@@ -73,6 +73,9 @@ def test_weighted_energy() -> None:
     dense, norms = normal(1, (5, 8)), np.abs(normal(2, (8,), "F64"))
     want = sum((float(dense[i, j]) * norms[j]) ** 2 for i in range(5) for j in range(8))
     assert weighted_energy(dense, norms) == pytest.approx(want, rel=1e-12)
+    wide, many = normal(3, (33, 1300)), np.abs(normal(4, (1300,), "F64"))
+    products = wide.astype(np.float64) * many
+    assert weighted_energy(wide, many) == fold(patch_energies(products)), "the order of a GPU"
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -1.0])

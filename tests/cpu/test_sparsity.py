@@ -356,6 +356,9 @@ def test_squares_are_added_up_in_the_order_that_the_gpu_follows(
     assert sum_patches(values.copy(), width).tolist() == want
     if width == PATCH_COLUMNS:
         assert patch_energies(values).tolist() == want
+        factors = np.random.default_rng(4).random(shape[1])
+        products = values * factors
+        assert patch_energies(values, factors).tolist() == patch_energies(products).tolist() != want
     flat = [x for row in want for x in row]
     padded = flat + [0.0] * ((1 << (len(flat) - 1).bit_length()) - len(flat))
     assert fold(np.array(want)) == folded(padded)

@@ -17,7 +17,7 @@ namespace sp24 {
 
 #define SP24_CONVERT_ARGS(X)                                                                    \
   X(uint64_t, source)         /* [rows][k], tight; 16-byte aligned */                           \
-  X(uint64_t, dense)          /* pruned [rows][k]; may be source itself */                      \
+  X(uint64_t, dense)          /* pruned [rows][k]; may be source itself for 2:4 */              \
   X(uint64_t, values)         /* [rows][k / 2] of the operand type; 16-byte aligned */          \
   X(uint64_t, meta)           /* [rows][ceil(k / 8)], two groups a byte */                      \
   X(uint64_t, scale)          /* f32 [ceil(rows / block_rows)][scale_columns]; 0 for none */    \
@@ -31,7 +31,10 @@ namespace sp24 {
   X(int32_t, block_columns)                                                                     \
   X(int32_t, scale_columns)                                                                     \
   X(int32_t, prune)           /* 0: more than two nonzeros in a group are counted as crowded */ \
-  X(int32_t, saturate)        /* 0: past the end of the operand type lies NaN or infinity */
+  X(int32_t, saturate)        /* 0: past the end of the operand type lies NaN or infinity */    \
+  X(uint64_t, norms)          /* f64 [k], for wanda; 16-byte aligned */                         \
+  X(int32_t, kept)            /* N and */                                                       \
+  X(int32_t, group)           /* M of a pattern other than 2:4; k is a multiple of it */
 
 struct ConvertArgs {
 #define X(type, name) type name;
@@ -55,6 +58,7 @@ struct BandCounts {
 #define SP24_SCALES_ARGS(X)                                                                  \
   X(uint64_t, amax)       /* f32 as bits [count] */                                          \
   X(uint64_t, scale)      /* f32 [count]; may be amax itself */                              \
+  X(uint64_t, powers)     /* the scales as E8M0 [count], which they then are; 0 for none */  \
   X(int64_t, count)                                                                          \
   X(int32_t, max_finite)  /* of the operand type, a whole number that f32 holds */
 
@@ -78,6 +82,7 @@ static_assert(kLaneColumns == 2 * kGroup, "a lane has two groups: a byte of meta
 
 template <uint32_t Infinity>
 struct Source16 {
+  using Item = uint16_t;
   static constexpr int kItemBytes = 2;
   static constexpr uint32_t kInfinity = Infinity;
   static constexpr int kGroupWords = 2;
@@ -119,6 +124,7 @@ struct source_f16 : Source16<0x7C00> {
 };
 
 struct source_f32 {
+  using Item = uint32_t;
   static constexpr int kItemBytes = 4;
   static constexpr uint32_t kInfinity = 0x7F800000;
   static constexpr int kGroupWords = 4;
@@ -312,10 +318,13 @@ __device__ __forceinline__ void store(const ConvertArgs& args, int row, int colu
   }
 }
 
-// A bit for each of the two largest magnitudes that is not zero: of equal ones the lower index wins.
-__device__ __forceinline__ uint32_t largest_two(const uint32_t (&m)[kGroup]) {
-  const bool b01 = m[0] >= m[1], b02 = m[0] >= m[2], b03 = m[0] >= m[3];
-  const bool b12 = m[1] >= m[2], b13 = m[1] >= m[3], b23 = m[2] >= m[3];
+// A bit for each of the two highest scores whose magnitude is not zero: of equal ones the lower index
+// wins.
+template <class Score>
+__device__ __forceinline__ uint32_t highest_two(const Score (&s)[kGroup],
+                                                const uint32_t (&m)[kGroup]) {
+  const bool b01 = s[0] >= s[1], b02 = s[0] >= s[2], b03 = s[0] >= s[3];
+  const bool b12 = s[1] >= s[2], b13 = s[1] >= s[3], b23 = s[2] >= s[3];
   // Two wins of three.
   const auto most = [](bool a, bool b, bool c) { return (a && b) || (c && (a || b)); };
   return (m[0] && most(b01, b02, b03) ? 1u : 0) | (m[1] && most(!b01, b12, b13) ? 2u : 0) |
@@ -369,7 +378,7 @@ struct PatchSum {
 
 __device__ __forceinline__ double square(double x) { return __dmul_rn(x, x); }
 
-enum class Sum { kAll, kKept, kError };
+enum class Sum { kAll, kKept, kError, kOutput, kLost };
 
 __device__ __forceinline__ void put_sum(const ConvertArgs& args, const Patch& at, Sum which,
                                         double sum) {
@@ -407,15 +416,106 @@ __device__ __forceinline__ void magnitudes(const uint32_t* group, uint32_t (&m)[
   }
 }
 
+// ---- scores: which of the values of a group stay ----
+
+struct score_magnitude {
+  using Type = uint32_t;
+  // Whether values are weighed by the norm of what they are multiplied with.
+  static constexpr bool kWeighted = false;
+  __device__ __forceinline__ score_magnitude(const ConvertArgs&, int) {}
+  static __device__ __forceinline__ uint32_t of_item(const ConvertArgs&, uint32_t magnitude, float,
+                                                     int) {
+    return magnitude;
+  }
+};
+
+// pruning.wanda: |w| * norm in f64, rounded once; a zero is below all that is not one.
+struct score_wanda {
+  using Type = double;
+  static constexpr bool kWeighted = true;
+  double norm[kLaneColumns];  // of a lane's columns
+  __device__ __forceinline__ score_wanda(const ConvertArgs& args, int column) {
+#pragma unroll
+    for (int i = 0; i < kLaneColumns; i += 2) {
+      const bool exists = column + i < args.k;
+      const double2 two = exists ? *reinterpret_cast<const double2*>(norms(args) + column + i)
+                                 : make_double2(0.0, 0.0);
+      norm[i] = two.x, norm[i + 1] = two.y;
+    }
+  }
+  static __device__ __forceinline__ const double* norms(const ConvertArgs& args) {
+    return reinterpret_cast<const double*>(args.norms);
+  }
+  static __device__ __forceinline__ double weighted(double value, double norm) {
+    return __dmul_rn(fabs(value), norm);
+  }
+  static __device__ __forceinline__ double of(uint32_t magnitude, double weighted) {
+    return magnitude ? weighted : -1.0;
+  }
+  static __device__ __forceinline__ double of_item(const ConvertArgs& args, uint32_t magnitude,
+                                                   float value, int column) {
+    return of(magnitude, weighted(value, norms(args)[column]));
+  }
+};
+
+// ---- patterns: what stays of four neighbours at `column` + 4 `g`, a bit each ----
+
+struct pattern_24 {
+  __device__ __forceinline__ pattern_24(const ConvertArgs&, int) {}
+  template <class Source, class Score>
+  __device__ __forceinline__ uint32_t keep(const ConvertArgs&, int, int,
+                                           const typename Score::Type (&s)[kGroup],
+                                           const uint32_t (&m)[kGroup]) const {
+    return highest_two(s, m);
+  }
+};
+
+// args.kept of args.group, wherever groups begin: every value counts those that come before it. It
+// reads them where they lie, so nothing may be written there.
+struct pattern_nm {
+  int column, begin[kLaneColumns];  // of a lane's columns, and where the group of each begins
+  __device__ __forceinline__ pattern_nm(const ConvertArgs& args, int first) : column(first) {
+#pragma unroll
+    for (int i = 0; i < kLaneColumns; ++i) begin[i] = (first + i) / args.group * args.group;
+  }
+  template <class Source, class Score>
+  __device__ __forceinline__ uint32_t keep(const ConvertArgs& args, int row, int g,
+                                           const typename Score::Type (&s)[kGroup],
+                                           const uint32_t (&m)[kGroup]) const {
+    using Item = typename Source::Item;
+    const auto* items = reinterpret_cast<const Item*>(args.source) + int64_t{row} * args.k;
+    uint32_t keep = 0;
+#pragma unroll
+    for (int i = 0; i < kGroup; ++i) {
+      // Not where the row has ended either, whose groups do not exist.
+      if (!m[i]) continue;
+      const int at = g * kGroup + i, own = column + at, first = begin[at];
+      int before = 0;
+#pragma unroll 1
+      for (int other = first; other < first + args.group; ++other) {
+        const uint32_t word = items[other];
+        const auto score = Score::of_item(args, Source::magnitude(&word, 0), Source::value(word), other);
+        before += other < own ? score >= s[i] : score > s[i];
+      }
+      keep |= before < args.kept ? 1u << i : 0;
+    }
+    return keep;
+  }
+};
+
 // ---- the kernels: a warp a patch; grid ceil(patches / kConvertWarps) ----
 
-// dense = the two largest magnitudes of every group of source, +0 elsewhere.
-// Sums kAll and kKept, of all 256 columns each; counts amax.
-template <class Source>
+// dense = the values of source with the highest scores of every group, +0 elsewhere.
+// Sums kAll and kKept, of all 256 columns each; of weighted values also kOutput, of all, and kLost, of
+// those that go. Counts amax, of source.
+template <class Score, class Pattern, class Source>
 __device__ __forceinline__ void prune_patches(const ConvertArgs& args) {
   const Patch at(args);
   if (at.rows <= 0) return;  // the whole warp
+  const Score score(args, at.column);
+  const Pattern pattern(args, at.column);
   PatchSum<kLaneColumns> all, kept;
+  [[maybe_unused]] PatchSum<kLaneColumns> output, lost;
   uint32_t top = 0;
   for_each_row<Source>(args, at, [&](int row, auto& words) {
 #pragma unroll
@@ -423,12 +523,30 @@ __device__ __forceinline__ void prune_patches(const ConvertArgs& args) {
       uint32_t* group = words + g * Source::kGroupWords;
       uint32_t m[kGroup];
       magnitudes<Source>(group, m, top);
-      const uint32_t keep = largest_two(m);
+      const auto wide = [&](int i) -> double { return Source::value(Source::bits(group, i)); };
+      [[maybe_unused]] double weighted[kGroup];
+      typename Score::Type s[kGroup];
 #pragma unroll
       for (int i = 0; i < kGroup; ++i) {
-        const double s = square(Source::value(Source::bits(group, i)));
-        all.add(g * kGroup + i, s);
-        kept.add(g * kGroup + i, keep >> i & 1 ? s : 0.0);
+        if constexpr (Score::kWeighted) {
+          weighted[i] = Score::weighted(wide(i), score.norm[g * kGroup + i]);
+          s[i] = Score::of(m[i], weighted[i]);
+        } else {
+          s[i] = m[i];
+        }
+      }
+      const uint32_t keep = pattern.template keep<Source, Score>(args, row, g, s, m);
+#pragma unroll
+      for (int i = 0; i < kGroup; ++i) {
+        const bool stays = keep >> i & 1;
+        const double energy = square(wide(i));
+        all.add(g * kGroup + i, energy);
+        kept.add(g * kGroup + i, stays ? energy : 0.0);
+        if constexpr (Score::kWeighted) {
+          const double of_output = square(weighted[i]);
+          output.add(g * kGroup + i, of_output);
+          lost.add(g * kGroup + i, stays ? 0.0 : of_output);
+        }
       }
       Source::mask(group, keep);
     }
@@ -440,6 +558,13 @@ __device__ __forceinline__ void prune_patches(const ConvertArgs& args) {
     put_sum(args, at, Sum::kAll, sum_all);
     put_sum(args, at, Sum::kKept, sum_kept);
     atomicMax(&counts_of(args, at).amax, Source::f32_magnitude(top));
+  }
+  if constexpr (Score::kWeighted) {
+    const double sum_output = output.fold(at.lane), sum_lost = lost.fold(at.lane);
+    if (at.lane == 0) {
+      put_sum(args, at, Sum::kOutput, sum_output);
+      put_sum(args, at, Sum::kLost, sum_lost);
+    }
   }
 }
 
@@ -504,12 +629,32 @@ __device__ __forceinline__ float scale_of(uint32_t amax_bits, float max_finite) 
   return fminf(fmaxf(quotient, __uint_as_float(0x00800000)), __uint_as_float(0x7F7FFFFF));
 }
 
+// scaling.make_scales of kind mx, as E8M0: the least power of two with amax / power <= max_finite, one
+// of the normal f32 (codes 1 to 254); 1 for nothing.
+__device__ __forceinline__ uint32_t power_of(uint32_t amax_bits, float max_finite) {
+  if (amax_bits == 0) return 127;
+  const uint32_t most = __float_as_uint(max_finite);
+  const bool beyond = (amax_bits & 0x007FFFFF) > (most & 0x007FFFFF);
+  // Of a subnormal this is more than it should be, and yet below the least: max_finite is 2 or more.
+  const int exponent = static_cast<int>(amax_bits >> 23) - static_cast<int>(most >> 23) + beyond;
+  return static_cast<uint32_t>(min(max(exponent, -126), 127) + 127);
+}
+
 // Grid: ceil(count / kConvertThreads) CTAs.
 __device__ __forceinline__ void scales(const ScalesArgs& args) {
   const int64_t i = int64_t{blockIdx.x} * kConvertThreads + threadIdx.x;
   if (i >= args.count) return;
   const uint32_t bits = reinterpret_cast<const uint32_t*>(args.amax)[i];
-  reinterpret_cast<float*>(args.scale)[i] = scale_of(bits, static_cast<float>(args.max_finite));
+  const float max_finite = static_cast<float>(args.max_finite);
+  float scale;
+  if (args.powers) {
+    const uint32_t code = power_of(bits, max_finite);
+    reinterpret_cast<uint8_t*>(args.powers)[i] = static_cast<uint8_t>(code);
+    scale = __uint_as_float(code << 23);
+  } else {
+    scale = scale_of(bits, max_finite);
+  }
+  reinterpret_cast<float*>(args.scale)[i] = scale;
 }
 
 // values and meta of source, which is pruned on the way or must be 2:4.
@@ -541,7 +686,7 @@ __device__ __forceinline__ void quantize_patches(const ConvertArgs& args) {
       magnitudes<Source>(group, m, top);
       uint32_t keep = nonzero(m);
       if (prune) {
-        keep = largest_two(m);
+        keep = highest_two(m, m);
 #pragma unroll
         for (int i = 0; i < kGroup; ++i)
           all.add(g * kGroup + i, square(Source::value(Source::bits(group, i))));

@@ -86,15 +86,17 @@
       name(const __grid_constant__ sp24::Args args) {                 \
     sp24::__VA_ARGS__(args);                                          \
   }
-#define SP24_PRUNE_NAME(source) prune_##source
+#define SP24_PRUNE_NAME(score, pattern, source) prune_##score##_##pattern##_##source
 #define SP24_AMAX_NAME(source) amax_##source
 #define SP24_SCALES_NAME(operand) scales_##operand
 #define SP24_QUANTIZE_NAME(operand, source) quantize_##operand##_##source
 #define SP24_TOKENS_NAME(operand, source) tokens_##operand##_##source
 #define SP24_SMOOTH_TOKENS_NAME(operand, source) smooth_tokens_##operand##_##source
 #define SP24_GATHER_NAME(bits) gather_##bits
-#define SP24_DEFINE_PRUNE(source) \
-  SP24_DEFINE_CONVERSION(SP24_PRUNE_NAME(source), ConvertArgs, prune_patches<sp24::source_##source>)
+#define SP24_DEFINE_PRUNE(score, pattern, source)                              \
+  SP24_DEFINE_CONVERSION(SP24_PRUNE_NAME(score, pattern, source), ConvertArgs, \
+                         prune_patches<sp24::score_##score, sp24::pattern_##pattern, \
+                                       sp24::source_##source>)
 #define SP24_DEFINE_AMAX(source) \
   SP24_DEFINE_CONVERSION(SP24_AMAX_NAME(source), ConvertArgs, amax_patches<sp24::source_##source>)
 #define SP24_DEFINE_SCALES(operand) \
