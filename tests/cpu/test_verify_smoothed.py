@@ -149,6 +149,7 @@ def weight_on(device: Any, packed: PackedMatrix) -> Any:
     smooth = DeviceArray(device, (K,), np.float32, device.upload(packed.smooth))
     kernel = SimpleNamespace(name="numpy", promote_k=0)
     return SimpleNamespace(
+        widened=None,
         smooth=smooth,
         block=packed.info.scale.block,
         plan=lambda *_, **__: SimpleNamespace(kernel=kernel),
