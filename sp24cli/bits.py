@@ -76,14 +76,16 @@ def contiguous_bits(values: Array) -> Array:
     return plain.view(number_type(values.dtype).unsigned)
 
 
-def magnitudes(bits: Array, kind: NumberType) -> Array:
+def magnitudes(bits: Array, kind: NumberType, *, out: Array | None = None) -> Array:
     """Integers that sort as the magnitudes of the values whose ``bits`` these are.
 
     For floats the bits without their sign, for int8 the magnitude itself (so -128 is 128).
+    ``out`` (as ``bits``) receives and is the result when given.
     """
     if kind.dtype == np.int8:
-        return np.abs(bits.view(np.int8)).view(np.uint8)
-    unsigned: Array = np.bitwise_and(bits, bits.dtype.type(kind.magnitude_mask))
+        signed = None if out is None else out.view(np.int8)
+        return np.abs(bits.view(np.int8), out=signed).view(np.uint8)
+    unsigned: Array = np.bitwise_and(bits, bits.dtype.type(kind.magnitude_mask), out=out)
     return unsigned
 
 

@@ -202,16 +202,30 @@ def sum_patches(values: Array, width: int) -> Array:
     of its own, so that a GPU can add in the same and get the same bits.
     """
     rows, cols = values.shape
-    whole = rows // PATCH_ROWS
     by_row = np.zeros((-(-rows // PATCH_ROWS), -(-cols // width) * width))
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         np.square(values, out=values)
-        # NumPy adds along an axis that is not the last one row after the other.
-        groups = values[: whole * PATCH_ROWS].reshape(whole, PATCH_ROWS, cols)
-        np.add.reduce(groups, axis=1, out=by_row[:whole, :cols])
-        if whole < len(by_row):
-            np.add.reduce(values[whole * PATCH_ROWS :], axis=0, out=by_row[whole, :cols])
+        sum_rows(values, by_row[:, :cols])
         return fold_halves(by_row.reshape(len(by_row), -1, width))
+
+
+def sum_rows(values: Array, out: Array) -> None:
+    """The sums of every `PATCH_ROWS` rows of ``values`` [..., R, N], one row after the other, into
+    ``out`` [..., ceil(R / rows), N]."""
+    *lead, rows, cols = values.shape
+    whole = rows // PATCH_ROWS
+    groups = values[..., : whole * PATCH_ROWS, :].reshape(*lead, whole, PATCH_ROWS, cols)
+    rest = values[..., whole * PATCH_ROWS :, :]
+    if cols == 1:
+        # A lone column would be the last axis, which NumPy adds up in another order.
+        out[..., :whole, :] = np.add.accumulate(groups, axis=-2)[..., -1, :]
+        if whole < out.shape[-2]:
+            out[..., whole, :] = np.add.accumulate(rest, axis=-2)[..., -1, :]
+        return
+    # NumPy adds along an axis that is not the last one row after the other.
+    np.add.reduce(groups, axis=-2, out=out[..., :whole, :])
+    if whole < out.shape[-2]:
+        np.add.reduce(rest, axis=-2, out=out[..., whole, :])
 
 
 def fold_halves(values: Array) -> Array:

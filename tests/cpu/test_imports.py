@@ -23,6 +23,7 @@ LAYERS = (
     ("pruning",),
     ("scaling", "layout"),
     ("calibration", "smoothing"),
+    ("packing",),
     ("packed",),
     ("reference",),
     ("checkpoint",),
