@@ -40,8 +40,9 @@ from sp24cli.sparsity import (
     patches_of,
 )
 
-#: Values of one tile of `pack_rows`, whose arrays then mostly fit a core's L2 cache.
-_TILE_ELEMENTS = 1 << 17
+#: Values of one tile of `pack_rows`. With fewer, more of its arrays would stay in a core's L2
+#: cache, but two workers would wait longer for each other's interpreter lock.
+_TILE_ELEMENTS = 1 << 18
 
 Layout = Literal["row", "sm90"]
 Pruned = Literal["magnitude", "wanda", "given"]
@@ -433,7 +434,7 @@ def pack_rows(dense: Array, into: PackedMatrix, *, first_row: int = 0) -> QuantS
             underflowed += planes.count - rounder.nonzero
             if filled.shape[1] % 8:
                 meta[:, -1] &= 0x0F
-            _store(in_row_order(codes), meta, into, r, c)
+            _store(codes, meta, into, r, c)
         energies[:, patches_of(r, slice(0, cols))[0]] = sums.fold(r.stop - r.start)
     top = magnitude_values(np.array([largest], kind.unsigned), kind).item()
     return QuantStats(
@@ -472,14 +473,16 @@ def _refusal(dense: Array, pattern: Pattern, first_row: int) -> BadInputError:
 
 
 def _store(codes: Array, meta: Array, into: PackedMatrix, r: slice, c: slice) -> None:
+    """Put the ``codes`` of a tile, in planes, and its metadata in their places."""
     if into.blocks is not None:
         optype = into.info.optype
         rows = slice(r.start // BLOCK_ROWS, -(-r.stop // BLOCK_ROWS))
         cols = slice(c.start // optype.block_k, -(-c.stop // optype.block_k))
-        sm90.to_sm90(codes, meta, c.stop - c.start, optype, out=into.blocks[rows, cols])
+        in_order = in_row_order(codes)
+        sm90.to_sm90(in_order, meta, c.stop - c.start, optype, out=into.blocks[rows, cols])
         return
     assert into.values is not None and into.meta is not None
-    into.values[r, c.start // 2 : c.stop // 2] = codes
+    in_row_order(codes, into.values[r, c.start // 2 : c.stop // 2])
     meta_k = into.info.optype.meta_k
     into.meta[r, meta_k(c.start) // 8 : metadata.meta_bytes(meta_k(c.stop))] = meta
 

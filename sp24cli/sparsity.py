@@ -21,8 +21,8 @@ PATCH_ROWS, PATCH_COLUMNS = 16, 256
 #: Columns of one tile where squares are added up: a multiple of `PATCH_COLUMNS` and, for packing,
 #: of every operand type's block_k.
 TILE_COLUMNS = 1024
-#: Squares added up at a time, which stay in a core's cache.
-_SUM_ELEMENTS = 1 << 16
+#: Squares added up at a time, which mostly stay in a core's cache.
+_SUM_ELEMENTS = 1 << 17
 
 
 def check_matrix(dense: Array, group: int = GROUP) -> tuple[int, int, NumberType]:
@@ -174,16 +174,24 @@ def patch_energies(values: Array) -> Array:
     """The sums of squares, float64, of every patch of `PATCH_ROWS` x `PATCH_COLUMNS` of ``values``
     [M, K]: [ceil(M / rows), ceil(K / columns)]. Infinity and NaN are the caller's to explain."""
     rows, cols = values.shape
-    sums = np.zeros((-(-rows // PATCH_ROWS), -(-cols // PATCH_COLUMNS)))
-    patches = _SUM_ELEMENTS // (PATCH_ROWS * max(1, min(cols, TILE_COLUMNS)))
-    for part in row_slices(rows, PATCH_ROWS * patches):
-        for c in row_slices(cols, TILE_COLUMNS):
-            # Cast first, then compute: a ufunc that casts as it goes is several times slower. Of a
-            # signalling NaN the cast would warn.
-            with np.errstate(invalid="ignore"):
-                squares = widen(values[part, c]).astype(np.float64)
-            sums[patches_of(part, c)] = sum_patches(squares, PATCH_COLUMNS)
-    return sums
+    by_row = np.zeros((-(-rows // PATCH_ROWS), -(-cols // PATCH_COLUMNS) * PATCH_COLUMNS))
+    step = PATCH_ROWS * max(1, _SUM_ELEMENTS // (PATCH_ROWS * max(1, min(cols, TILE_COLUMNS))))
+    wide: Array | None = None
+    squares = np.empty(0)
+    # Of a signalling NaN the cast would warn.
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        for r in row_slices(rows, step):
+            for c in row_slices(cols, TILE_COLUMNS):
+                tile = values[r, c]
+                if squares.shape != tile.shape:
+                    squares = np.empty(tile.shape)
+                    if values.itemsize < 4:
+                        wide = np.empty(tile.shape, np.float32)
+                # Cast first, then compute: a ufunc that casts as it goes is several times slower.
+                np.copyto(squares, widen(tile, out=wide))
+                np.square(squares, out=squares)
+                sum_rows(squares, by_row[patches_of(r, c)[0], c])
+        return fold_halves(by_row.reshape(len(by_row), -1, PATCH_COLUMNS))
 
 
 def patches_of(rows: slice, cols: slice) -> tuple[slice, slice]:
