@@ -174,7 +174,8 @@ def patch_energies(values: Array) -> Array:
     """The sums of squares, float64, of every patch of `PATCH_ROWS` x `PATCH_COLUMNS` of ``values``
     [M, K]: [ceil(M / rows), ceil(K / columns)]. Infinity and NaN are the caller's to explain."""
     rows, cols = values.shape
-    by_row = np.zeros((-(-rows // PATCH_ROWS), -(-cols // PATCH_COLUMNS) * PATCH_COLUMNS))
+    patches = -(-rows // PATCH_ROWS), -(-cols // PATCH_COLUMNS)
+    by_row = np.zeros((patches[0], patches[1] * PATCH_COLUMNS))
     step = PATCH_ROWS * max(1, _SUM_ELEMENTS // (PATCH_ROWS * max(1, min(cols, TILE_COLUMNS))))
     wide: Array | None = None
     squares = np.empty(0)
@@ -191,7 +192,7 @@ def patch_energies(values: Array) -> Array:
                 np.copyto(squares, widen(tile, out=wide))
                 np.square(squares, out=squares)
                 sum_rows(squares, by_row[patches_of(r, c)[0], c])
-        return fold_halves(by_row.reshape(len(by_row), -1, PATCH_COLUMNS))
+        return fold_halves(by_row.reshape(*patches, PATCH_COLUMNS))
 
 
 def patches_of(rows: slice, cols: slice) -> tuple[slice, slice]:
