@@ -21,6 +21,8 @@ PATCH_ROWS, PATCH_COLUMNS = 16, 256
 #: Columns of one tile where squares are added up: a multiple of `PATCH_COLUMNS` and, for packing,
 #: of every operand type's block_k.
 TILE_COLUMNS = 1024
+#: Values pruned at a time, whose temporaries mostly stay in a core's cache.
+_PRUNED_ELEMENTS = 1 << 17
 #: Squares added up at a time, which mostly stay in a core's cache.
 _SUM_ELEMENTS = 1 << 17
 
@@ -55,21 +57,27 @@ def prune_24(dense: Array, *, out: Array | None = None, workers: int = 1) -> Arr
 
     def piece(r: slice) -> None:
         part, into = source[r], target[r]
-        for tile in tiles(*part.shape):
+        # Made once for all tiles of a shape, these stay in cache.
+        magnitude = np.empty((0, 0), kind.unsigned)
+        beats = np.empty((3, 0), np.bool_)
+        for tile in tiles(*part.shape, elements=_PRUNED_ELEMENTS):
             bits = contiguous_bits(part[tile])
-            keep = _keep(magnitudes(bits, kind)).reshape(bits.shape)
+            if magnitude.shape != bits.shape:
+                magnitude = np.empty_like(bits)
+                beats = np.empty((3, bits.size), np.bool_)
+            keep = _keep(magnitudes(bits, kind, out=magnitude), beats).reshape(bits.shape)
             np.multiply(bits, keep, out=into[tile])
 
     run(piece, pieces(rows, cols), workers)
     return out
 
 
-def _keep(magnitude: Array) -> Array:
-    """1 where a value of a group is kept, 0 elsewhere or where it is zero: uint8, flat."""
+def _keep(magnitude: Array, beats: Array) -> Array:
+    """1 where a value of a group is kept, 0 elsewhere or where it is zero: uint8, flat, in
+    ``beats``, bool [3, values]."""
     flat = magnitude.reshape(-1)
     # Byte i of a group's word in beats[d-1]: value i is at least value i + d. Bytes whose
-    # partner lies in the next group are masked off below.
-    beats = np.zeros((3, flat.size), np.bool_)
+    # partner lies in the next group (or is none) are masked off below.
     for d in (1, 2, 3):
         np.greater_equal(flat[:-d], flat[d:], out=beats[d - 1, :-d])
     near, middle, far = beats.view(np.uint32)
