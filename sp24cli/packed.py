@@ -22,7 +22,7 @@ from sp24cli.calibration import AMAX, ScaleRule
 from sp24cli.errors import BadInputError
 from sp24cli.fp8 import Overflow, check_overflow, find_unrounded, round_to
 from sp24cli.optypes import BLOCK_ROWS, OperandType, operand_type
-from sp24cli.packing import ErrorSums, KeptPlanes, Rounder, in_row_order
+from sp24cli.packing import ErrorSums, in_row_order, tools
 from sp24cli.pruning import permute
 from sp24cli.pruning.pattern import TWO_OF_FOUR, Pattern, find_crowded, pattern_of, violation
 from sp24cli.rowblocks import pieces, row_slices, run, tiles
@@ -406,14 +406,10 @@ def pack_rows(dense: Array, into: PackedMatrix, *, first_row: int = 0) -> QuantS
     error, signal = energies = np.zeros((2, -(-rows // PATCH_ROWS), -(-cols // PATCH_COLUMNS)))
     step = BLOCK_ROWS * max(1, _TILE_ELEMENTS // (BLOCK_ROWS * min(max(1, cols), TILE_COLUMNS)))
     sums = ErrorSums(min(step, rows), cols, optype.group)
-    work: tuple[KeptPlanes, Rounder] | None = None
     for r in row_slices(rows, step):
         for c in row_slices(cols, TILE_COLUMNS):
             tile = bits[r, c]
-            if work is None or work[0].shape != tile.shape:
-                planes = KeptPlanes(tile.shape, kind, optype.group)
-                work = planes, Rounder(planes.kept_shape, kind, optype, overflow)
-            planes, rounder = work
+            planes, rounder = tools(tile.shape, kind, optype, overflow)
             planes.look(tile)
             filled = planes.nonzero
             if optype.group != GROUP:
@@ -426,9 +422,8 @@ def pack_rows(dense: Array, into: PackedMatrix, *, first_row: int = 0) -> QuantS
             factor = None
             if into.scale is not None:
                 factor = scaling.expand(into.scale, into.info.scale, r, c, step=GROUP)
-                factor = np.ascontiguousarray(np.broadcast_to(factor, planes.kept_shape[1:]))
             codes = rounder.round(planes.take(tile), factor)
-            sums.add(rounder, factor, c.start)
+            sums.add(rounder, c.start)
             clipped += rounder.clipped
             kept += planes.count
             underflowed += planes.count - rounder.nonzero

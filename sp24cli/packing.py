@@ -8,6 +8,8 @@ that they stay in cache.
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 
 from sp24cli import scaling
@@ -77,8 +79,9 @@ class Rounder:
 
     ``values`` (float32) are what the codes stand for, ``source`` what was rounded, both up to the
     sign, which they share, float32 or, from float64, float64. ``clipped`` counts those that round
-    past the largest finite value, ``nonzero`` the codes that are not zero. All are of the last
-    tile and valid until the next.
+    past the largest finite value, ``nonzero`` the codes that are not zero, ``scale`` is that of
+    every group, float64 [R, G], None for an unscaled type. All are of the last tile and valid until
+    the next. ``wide``, float64 [R, G] each, are for what follows.
     """
 
     def __init__(
@@ -89,6 +92,11 @@ class Rounder:
         self.values: Array = np.empty(shape, np.float32)
         self.source: Array = self.values
         self.clipped = self.nonzero = 0
+        self.wide = np.empty(shape[1:]), np.empty(shape[1:])
+        self.scale: Array | None = None
+        if optype.scaled:
+            self.scale = np.empty(shape[1:])
+            self._narrow_scale = np.empty(shape[1:], np.float32)
         if self._fp8:
             self._magnitude = np.empty(shape, kind.unsigned)
             self._sign = np.empty(shape, np.uint8)
@@ -96,11 +104,18 @@ class Rounder:
             self._scratch = np.empty(shape, np.uint32)
             self._source = np.empty(shape, np.float64 if kind.name == "F64" else np.float32)
 
-    def round(self, kept: Array, scale: Array | None) -> Array:
-        """The codes of ``kept`` / ``scale`` (float32 [R, G]; None for an unscaled type)."""
-        if self._fp8:
-            assert scale is not None
-            return self._round_fp8(kept, scale)
+    def round(self, kept: Array, given: Array | None) -> Array:
+        """The codes of ``kept`` / ``given`` (float32, broadcasts to [R, G]; None for an unscaled
+        type)."""
+        scale = None
+        if self.scale is not None:
+            assert given is not None
+            # Spread out first: a ufunc that broadcasts a column as it goes takes longer.
+            scale = self._narrow_scale
+            np.copyto(scale, given)
+            np.copyto(self.scale, scale)
+            if self._fp8:
+                return self._round_fp8(kept, scale)
         self.source = widen(kept.view(self._kind.dtype))
         scaled = self.source if scale is None else scaling.quotient(self.source, scale)
         codes = convert(scaled, self._optype, self._overflow)
@@ -117,7 +132,6 @@ class Rounder:
             np.copyto(self.values, to_f32_odd(scaling.quotient(self._source, scale)))
         else:
             with np.errstate(over="ignore", under="ignore"):
-                # Plane by plane: to spread the scale over both takes NumPy longer.
                 for source, values in zip(self._source, self.values, strict=True):
                     np.divide(source, scale, out=values)
         np.right_shift(kept, kept.dtype.type(8 * kept.itemsize - 8), out=self._magnitude)
@@ -139,24 +153,20 @@ class ErrorSums:
         patches = -(-rows // PATCH_ROWS), -(-cols // PATCH_COLUMNS)
         self._group = group
         self._by_row = np.zeros((2, group // 2, patches[0], patches[1] * self._width))
-        self._wide: tuple[Array, Array] | None = None
 
-    def add(self, rounder: Rounder, scale: Array | None, first: int) -> None:
+    def add(self, rounder: Rounder, first: int) -> None:
         """Take a tile of all rows into account, from column ``first`` (a patch's first) on."""
         planes, rows, groups = rounder.source.shape
-        if self._wide is None or self._wide[0].shape != (rows, groups):
-            self._wide = np.empty((rows, groups)), np.empty((rows, groups))
-        error, signal = self._wide
+        error, signal = rounder.wide
         begin = first // self._group
         place = slice(0, -(-rows // PATCH_ROWS)), slice(begin, begin + groups)
-        factor = None if scale is None else scale.astype(np.float64)
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
             for plane in range(planes):
                 # Cast first, then compute: a ufunc that casts as it goes is several times slower.
                 np.copyto(signal, rounder.source[plane])
                 np.copyto(error, rounder.values[plane])
-                if factor is not None:
-                    error *= factor
+                if rounder.scale is not None:
+                    error *= rounder.scale
                 error -= signal
                 for wide, sums in zip((error, signal), self._by_row, strict=True):
                     np.square(wide, out=wide)
@@ -200,3 +210,22 @@ def _count_clipped(scaled: Array, optype: OperandType) -> int:
         return int(np.count_nonzero(np.abs(np.rint(scaled)) > optype.max_finite))
     unbounded = convert(scaled, optype, "nan").view(kind.unsigned)
     return int(np.count_nonzero(magnitudes(unbounded, kind) >= kind.nonfinite))
+
+
+_MADE = threading.local()
+
+
+def tools(
+    shape: tuple[int, int], kind: NumberType, optype: OperandType, overflow: Overflow
+) -> tuple[KeptPlanes, Rounder]:
+    """For tiles [R, C] = ``shape``. A thread keeps those of the last two shapes, for whole tiles
+    and the narrower last one of a row: memory that is handed back after every band of a weight
+    would have to be cleared for the next."""
+    made: dict[object, tuple[KeptPlanes, Rounder]] = _MADE.__dict__.setdefault("tools", {})
+    key = shape, kind.name, optype.name, overflow
+    if key not in made:
+        if len(made) == 2:
+            del made[next(iter(made))]
+        planes = KeptPlanes(shape, kind, optype.group)
+        made[key] = planes, Rounder(planes.kept_shape, kind, optype, overflow)
+    return made[key]
