@@ -404,10 +404,12 @@ def pack_rows(dense: Array, into: PackedMatrix, *, first_row: int = 0) -> QuantS
     kept, clipped, underflowed, largest = 0, 0, 0, 0
     # Energies of error and signal by patch, which has half as many kept values.
     error, signal = energies = np.zeros((2, -(-rows // PATCH_ROWS), -(-cols // PATCH_COLUMNS)))
-    step = BLOCK_ROWS * max(1, _TILE_ELEMENTS // (BLOCK_ROWS * min(max(1, cols), TILE_COLUMNS)))
+    # Few rows and many columns, for NumPy runs fastest along long rows.
+    step = BLOCK_ROWS * max(1, _TILE_ELEMENTS // (BLOCK_ROWS * max(1, cols)))
+    width = TILE_COLUMNS * max(1, _TILE_ELEMENTS // (TILE_COLUMNS * min(step, max(1, rows))))
     sums = ErrorSums(min(step, rows), cols, optype.group)
     for r in row_slices(rows, step):
-        for c in row_slices(cols, TILE_COLUMNS):
+        for c in row_slices(cols, width):
             tile = bits[r, c]
             planes, rounder = tools(tile.shape, kind, optype, overflow)
             planes.look(tile)
