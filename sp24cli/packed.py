@@ -40,9 +40,9 @@ from sp24cli.sparsity import (
     patches_of,
 )
 
-#: Values of one tile of `pack_rows`. With fewer, more of its arrays would stay in a core's L2
-#: cache, but two workers would wait longer for each other's interpreter lock.
-_TILE_ELEMENTS = 1 << 18
+#: Values of one tile of `pack_rows`. Half as many would stay in a core's L2 cache, but two workers
+#: then wait for each other's interpreter lock between short NumPy calls.
+_TILE_ELEMENTS = 1 << 19
 
 Layout = Literal["row", "sm90"]
 Pruned = Literal["magnitude", "wanda", "given"]

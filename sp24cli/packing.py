@@ -27,7 +27,7 @@ class KeptPlanes:
     """
 
     def __init__(self, shape: tuple[int, int], kind: NumberType, group: int) -> None:
-        rows, cols = self.shape = shape
+        rows, cols = shape
         self._kind, self._group = kind, group
         self._magnitude = np.empty(shape, kind.unsigned)
         self.nonzero = np.empty(shape, np.bool_)
@@ -176,7 +176,8 @@ class ErrorSums:
         """The sums of the tiles' first ``rows`` rows: [error and signal, patches of rows, of K]."""
         by_row = self._by_row[:, :, : -(-rows // PATCH_ROWS)]
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-            sums = fold_halves(by_row.reshape(*by_row.shape[:3], -1, self._width))
+            # One after the other, for less memory.
+            sums = np.stack([fold_halves(s.reshape(*s.shape[:2], -1, self._width)) for s in by_row])
             # The last step of folding kept values by halves adds the even and the odd ones up.
             total: Array = sums[:, 0] if len(sums[0]) == 1 else sums[:, 0] + sums[:, 1]
         return total

@@ -35,20 +35,15 @@ def pieces(rows: int, cols: int, row_step: int = 1) -> list[slice]:
 
 
 def tiles(
-    rows: int,
-    cols: int,
-    *,
-    row_step: int = 1,
-    width: int = 1 << 14,
-    elements: int = TILE_ELEMENTS,
+    rows: int, cols: int, *, row_step: int = 1, width: int = 1 << 14
 ) -> Iterator[tuple[slice, slice]]:
-    """(rows, columns) of tiles of about ``elements``, all columns of some rows, then the next.
+    """(rows, columns) of tiles of about `TILE_ELEMENTS`, all columns of some rows, then the next.
 
     Tiles start at multiples of ``row_step`` rows and ``width`` columns.
     """
     if cols == 0:
         return
-    steps = elements // (row_step * min(cols, width))
+    steps = TILE_ELEMENTS // (row_step * min(cols, width))
     for r in row_slices(rows, row_step * max(1, steps)):
         for c in row_slices(cols, width):
             yield r, c

@@ -21,8 +21,6 @@ PATCH_ROWS, PATCH_COLUMNS = 16, 256
 #: Columns of one tile where squares are added up: a multiple of `PATCH_COLUMNS` and, for packing,
 #: of every operand type's block_k.
 TILE_COLUMNS = 1024
-#: Values pruned at a time, whose temporaries mostly stay in a core's cache.
-_PRUNED_ELEMENTS = 1 << 17
 #: Squares added up at a time, which mostly stay in a core's cache.
 _SUM_ELEMENTS = 1 << 17
 
@@ -57,10 +55,10 @@ def prune_24(dense: Array, *, out: Array | None = None, workers: int = 1) -> Arr
 
     def piece(r: slice) -> None:
         part, into = source[r], target[r]
-        # Made once for all tiles of a shape, these stay in cache.
+        # Made once for all tiles of a shape.
         magnitude = np.empty((0, 0), kind.unsigned)
         beats = np.empty((3, 0), np.bool_)
-        for tile in tiles(*part.shape, elements=_PRUNED_ELEMENTS):
+        for tile in tiles(*part.shape):
             bits = contiguous_bits(part[tile])
             if magnitude.shape != bits.shape:
                 magnitude = np.empty_like(bits)
