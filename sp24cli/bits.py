@@ -76,37 +76,50 @@ def contiguous_bits(values: Array) -> Array:
     return plain.view(number_type(values.dtype).unsigned)
 
 
-def magnitudes(bits: Array, kind: NumberType) -> Array:
+def magnitudes(bits: Array, kind: NumberType, *, out: Array | None = None) -> Array:
     """Integers that sort as the magnitudes of the values whose ``bits`` these are.
 
     For floats the bits without their sign, for int8 the magnitude itself (so -128 is 128).
+    ``out`` (as ``bits``) receives and is the result when given.
     """
     if kind.dtype == np.int8:
-        return np.abs(bits.view(np.int8)).view(np.uint8)
-    unsigned: Array = np.bitwise_and(bits, bits.dtype.type(kind.magnitude_mask))
+        signed = None if out is None else out.view(np.int8)
+        return np.abs(bits.view(np.int8), out=signed).view(np.uint8)
+    unsigned: Array = np.bitwise_and(bits, bits.dtype.type(kind.magnitude_mask), out=out)
     return unsigned
 
 
-def magnitude_values(magnitude: Array, kind: NumberType) -> Array:
-    """What `magnitudes` stand for, as float32, exactly (float64 for float64)."""
-    if kind.dtype == np.int8:
+def magnitude_values(magnitude: Array, kind: NumberType, *, out: Array | None = None) -> Array:
+    """What `magnitudes` stand for, as `widen` gives it."""
+    if kind.dtype != np.int8:
+        return widen(magnitude.view(kind.dtype), out=out)
+    if out is None:
         return magnitude.astype(np.float32)
-    return widen(magnitude.view(kind.dtype))
+    np.copyto(out, magnitude)
+    return out
 
 
-def widen(values: Array) -> Array:
-    """``values`` as float32, exactly; float64 stays float64."""
+def widen(values: Array, *, out: Array | None = None) -> Array:
+    """``values`` as float32, exactly; float64 stays float64. ``out`` (of that type and the shape,
+    contiguous) receives and is the result when given."""
     kind = number_type(values.dtype)
+    if kind.name == "BF16":
+        bits = np.empty(values.shape, np.uint32) if out is None else out.view(np.uint32)
+        np.copyto(bits, values.view(np.uint16))
+        np.left_shift(bits, np.uint32(16), out=bits)
+        return bits.view(np.float32)
     if kind.name in ("F64", "F32"):
-        return values
-    if kind.name in ("F16", "I8"):
+        wide = values
+    elif kind.name in ("F16", "I8"):
         # A signalling NaN is no reason for a warning.
         with np.errstate(invalid="ignore"):
-            return values.astype(np.float32)
-    bits = contiguous_bits(values)
-    if kind.name == "BF16":
-        return np.left_shift(bits, 16, dtype=np.uint32).view(np.float32)
-    return _fp8_values(kind).take(bits)
+            wide = values.astype(np.float32)
+    else:
+        wide = _fp8_values(kind).take(contiguous_bits(values))
+    if out is None:
+        return wide
+    np.copyto(out, wide)
+    return out
 
 
 @cache

@@ -3,13 +3,12 @@
 float32 and narrower need no care beyond one rounding. float64 goes through float32 *rounded to
 odd*, whose last bit remembers whether anything was cut off, so that the second rounding
 decides as if it saw the whole value (S. Boldo, G. Melquiond, "Emulation of FMA and correctly
-rounded sums", 2008: exact if the middle format has two bits more). The same step takes
-float32 to 16 bits, which index a table of all codes.
+rounded sums", 2008: exact if the middle format has two bits more).
 """
 
 from __future__ import annotations
 
-from functools import cache
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import ml_dtypes
@@ -21,14 +20,33 @@ from sp24cli.optypes import OperandType
 
 Overflow = Literal["satfinite", "nan"]
 
-#: mantissa bits, least exponent, code of the largest value, code past the end (NaN, infinity)
-_FORMATS = {"F8_E4M3": (3, -6, 0x7E, 0x7F), "F8_E5M2": (2, -14, 0x7B, 0x7C)}
+
+@dataclass(frozen=True)
+class _Format:
+    """An FP8 type: ``mantissa`` bits, the ``least`` exponent of a normal value, the codes of the
+    ``largest`` value and of what is past it (NaN or infinity), and the power of two beyond."""
+
+    mantissa: int
+    least: int
+    largest: int
+    past_end: int
+    beyond: float
+
+
+_FORMATS = {
+    "F8_E4M3": _Format(3, -6, 0x7E, 0x7F, 512.0),
+    "F8_E5M2": _Format(2, -14, 0x7B, 0x7C, 65536.0),
+}
+#: The types that `round_fp8` knows, by safetensors name.
+FP8_NAMES = tuple(_FORMATS)
 _NAN_CODE = 0x7F
+_F32_MANTISSA, _F32_BIAS = 23, 127
+_F32_EXPONENT = 0x7F800000
 #: Bits that tf32 has less than float32, and the bits of its largest value.
 _TF32_CUT = 13
 _TF32_LARGEST = np.uint32(0x7F7FE000)
 #: Values converted at a time, so that the temporaries stay in cache.
-_CHUNK = 1 << 17
+_CHUNK = 1 << 16
 
 
 def to_e4m3(x: Array, *, overflow: Overflow = "satfinite") -> Array:
@@ -59,7 +77,7 @@ def to_tf32(x: Array, *, overflow: Overflow = "satfinite") -> Array:
     As PTX ``cvt.rn.tf32.f32``. The tensor core ignores those 13 bits, so what was not rounded it
     would cut. ``satfinite`` maps what is beyond the largest to that, ``nan`` to infinity.
     """
-    v = _to_f32_odd(widen(x.reshape(-1)))
+    v = to_f32_odd(widen(x.reshape(-1)))
     bits = v.view(np.uint32)
     rounded = bits + ((bits >> _TF32_CUT & 1) + np.uint32((1 << (_TF32_CUT - 1)) - 1))
     rounded &= np.uint32(0xFFFFFFFF << _TF32_CUT & 0xFFFFFFFF)
@@ -115,7 +133,7 @@ def round_to(x: Array, dtype: np.dtype[Any], overflow: Overflow = "satfinite") -
     if name == "F64":
         v = v.astype(np.float64)
     elif name != "F32":
-        v = _to_f32_odd(v)
+        v = to_f32_odd(v)
     if overflow == "satfinite":
         limit = v.dtype.type(ml_dtypes.finfo(dtype).max)
         v = np.clip(v, -limit, limit)
@@ -126,41 +144,70 @@ def round_to(x: Array, dtype: np.dtype[Any], overflow: Overflow = "satfinite") -
 
 
 def _to_fp8(x: Array, name: str, overflow: Overflow) -> Array:
-    table = _code_table(name, overflow)
     flat = x.reshape(-1)
     codes = np.empty(flat.shape, np.uint8)
+    scratch = np.empty(min(flat.size, _CHUNK), np.uint32)
     for start in range(0, flat.size, _CHUNK):
-        chunk = slice(start, start + _CHUNK)
-        bits = _to_f32_odd(widen(flat[chunk])).view(np.uint32)
-        # The upper 16 bits, rounded to odd: a carry tells that the lower ones are not all 0.
-        index = bits & np.uint32(0xFFFF)
-        index += np.uint32(0xFFFF)
-        index |= bits
-        index >>= np.uint32(16)
-        table.take(index, out=codes[chunk], mode="clip")
+        part = codes[start : start + _CHUNK]
+        value = to_f32_odd(widen(flat[start : start + _CHUNK]))
+        sign = (value.view(np.uint32) >> np.uint32(24)).astype(np.uint8)
+        with np.errstate(invalid="ignore"):
+            round_fp8(np.abs(value), sign, name, overflow, part, scratch[: part.size])
+        part[np.isnan(value)] = _NAN_CODE
     return codes.view(NUMBER_TYPES[name].dtype).reshape(x.shape)
 
 
-@cache
-def _code_table(name: str, overflow: Overflow) -> Array:
-    """The code of every bfloat16 bit pattern, uint8 [65536]."""
-    mantissa, least, largest, past_end = _FORMATS[name]
-    value = widen(np.arange(1 << 16, dtype=np.uint16).view(ml_dtypes.bfloat16))
-    magnitude = np.where(np.isfinite(value), np.abs(value), 0).astype(np.float64)
-    exponent = np.where(magnitude == 0, least, np.maximum(np.frexp(magnitude)[1] - 1, least))
-    # A carry out of the mantissa runs into the exponent, as it must.
-    code = np.rint(np.ldexp(magnitude, mantissa - exponent)).astype(np.int64)
-    code += (exponent - least) << mantissa
-    code[np.isinf(value)] = largest + 1
-    sign = np.signbit(value).astype(np.int64) << 7
-    code = np.where(code > largest, largest if overflow == "satfinite" else past_end, code) | sign
-    code[(code & 0x7F == 0x7F) | np.isnan(value)] = _NAN_CODE
-    table: Array = code.astype(np.uint8)
-    table.flags.writeable = False
-    return table
+def round_fp8(
+    values: Array, sign: Array, name: str, overflow: Overflow, codes: Array, scratch: Array
+) -> tuple[int, int]:
+    """Round magnitudes to "F8_E4M3" or "F8_E5M2"; how many are past the largest, how many not zero.
+
+    ``values`` are float32 of any shape, infinity among them, and become what the codes stand for
+    (the largest value where they are past it). ``codes`` (uint8) receives the codes, with bit 7
+    of ``sign`` (uint8, overwritten). ``scratch`` is uint32; all have one shape and are contiguous.
+    Of NaN any code comes.
+
+    The sum of v and 2^(e + 23 - m), e the exponent of v or the least, is rounded to multiples of
+    2^(e - m), ties to even, by the one addition: what FP8 with m mantissa bits holds there. Its
+    lowest bits are that multiple, and to subtract the power again is exact.
+    """
+    form = _FORMATS[name]
+    cut = _F32_MANTISSA - form.mantissa
+    largest = np.uint8(form.largest).view(NUMBER_TYPES[name].dtype).astype(np.float32)
+    bits = values.view(np.uint32)
+    # Below the middle between the largest and the next, of which the tie may go either way.
+    in_range = bits.max(initial=0) < int(largest.view(np.uint32)) + (1 << (cut - 1))
+    if not in_range:
+        # Enough to be past the end, and a byte still holds its code.
+        np.minimum(values, np.float32(form.beyond), out=values)
+    least = _F32_BIAS + form.least
+    power = scratch.view(np.float32)
+    np.bitwise_and(bits, np.uint32(_F32_EXPONENT), out=scratch)
+    # NumPy's clip takes scalars at full speed, its maximum does not.
+    np.clip(scratch, np.uint32(least << _F32_MANTISSA), np.uint32(_F32_EXPONENT), out=scratch)
+    np.add(scratch, np.uint32(cut << _F32_MANTISSA), out=scratch)
+    np.add(values, power, out=values)
+    np.copyto(codes, bits, casting="unsafe")
+    np.subtract(values, power, out=values)
+    # The code is (e - least) 2^m + the multiple, the lowest byte of these sums.
+    np.right_shift(scratch, np.uint32(cut), out=scratch)
+    np.add(codes, scratch, out=codes, dtype=np.uint8, casting="unsafe")
+    np.subtract(codes, np.uint8(((least + cut) << form.mantissa) & 0xFF), out=codes)
+    past = 0
+    if not in_range:
+        beyond = codes > form.largest
+        past = int(np.count_nonzero(beyond))
+        codes[beyond] = form.largest if overflow == "satfinite" else form.past_end
+        values[beyond] = largest
+    nonzero = int(np.count_nonzero(codes))
+    np.bitwise_and(sign, np.uint8(0x80), out=sign)
+    np.bitwise_or(codes, sign, out=codes)
+    if past and form.past_end == _NAN_CODE and overflow == "nan":
+        codes[codes == 0x80 | _NAN_CODE] = _NAN_CODE
+    return past, nonzero
 
 
-def _to_f32_odd(x: Array) -> Array:
+def to_f32_odd(x: Array) -> Array:
     """float32 rounded to odd from float64; float32 passes as it is."""
     if x.dtype == np.float32:
         return x

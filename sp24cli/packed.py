@@ -16,17 +16,16 @@ from sp24cli.bits import (
     Array,
     contiguous_bits,
     magnitude_values,
-    magnitudes,
-    number_type,
     widen,
 )
 from sp24cli.calibration import AMAX, ScaleRule
 from sp24cli.errors import BadInputError
-from sp24cli.fp8 import Overflow, check_overflow, convert, find_unrounded, round_to
+from sp24cli.fp8 import Overflow, check_overflow, find_unrounded, round_to
 from sp24cli.optypes import BLOCK_ROWS, OperandType, operand_type
+from sp24cli.packing import ErrorSums, in_row_order, tools
 from sp24cli.pruning import permute
 from sp24cli.pruning.pattern import TWO_OF_FOUR, Pattern, find_crowded, pattern_of, violation
-from sp24cli.rowblocks import pieces, run, tiles
+from sp24cli.rowblocks import pieces, row_slices, run, tiles
 from sp24cli.scaling import ScaleSpec
 from sp24cli.sparsity import (
     GROUP,
@@ -39,8 +38,11 @@ from sp24cli.sparsity import (
     fold,
     keep_indices,
     patches_of,
-    sum_patches,
 )
+
+#: Values of one tile of `pack_rows`. Half as many would stay in a core's L2 cache, but two workers
+#: then wait for each other's interpreter lock between short NumPy calls.
+_TILE_ELEMENTS = 1 << 19
 
 Layout = Literal["row", "sm90"]
 Pruned = Literal["magnitude", "wanda", "given"]
@@ -398,45 +400,45 @@ def pack_rows(dense: Array, into: PackedMatrix, *, first_row: int = 0) -> QuantS
     rows, cols, kind = check_matrix(dense, optype.group)
     if into.shape != (rows, cols):
         raise ValueError(f"rows of shape {[rows, cols]} do not fit {list(into.shape)}")
-    kept, clipped, underflowed, top = 0, 0, 0, 0.0
+    bits = dense.view(kind.unsigned)
+    kept, clipped, underflowed, largest = 0, 0, 0, 0
     # Energies of error and signal by patch, which has half as many kept values.
-    error, signal = np.zeros((2, -(-rows // PATCH_ROWS), -(-cols // PATCH_COLUMNS)))
-    for r, c in tiles(rows, cols, row_step=BLOCK_ROWS, width=TILE_COLUMNS):
-        tile = contiguous_bits(dense[r, c])
-        magnitude = magnitudes(tile, kind)
-        nonzero = magnitude != 0
-        # A value of a pair of tf32 fills two places of its group.
-        filled = nonzero if optype.group == GROUP else nonzero.repeat(GROUP // optype.group, axis=1)
-        meta = _META_OF_OCCUPANCY.take(np.packbits(filled, axis=1, bitorder="little"))
-        largest = magnitude.max(keepdims=True)
-        if not meta.all() or (kind.nonfinite is not None and largest >= kind.nonfinite):
-            raise _refusal(dense, pattern_of(optype), first_row)
-        bits = tile.reshape(-1).take(metadata.kept_places(meta, tile.shape[1], optype.group))
-        if kind.name != "I8":
-            bits[bits == kind.sign] = 0
-        source = widen(bits.view(kind.dtype))
-        factor = scaling.expand(into.scale, into.info.scale, r, c)
-        scaled = source if into.scale is None else scaling.quotient(source, factor)
-        codes = convert(scaled, optype, overflow)
-        exact = source.astype(np.float64)
-        difference = widen(codes).astype(np.float64)
-        difference *= factor.astype(np.float64)
-        difference -= exact
-        error[patches_of(r, c)] = sum_patches(difference, PATCH_COLUMNS // 2)
-        signal[patches_of(r, c)] = sum_patches(exact, PATCH_COLUMNS // 2)
-        clipped += _count_clipped(scaled, optype)
-        count = int(np.count_nonzero(nonzero))
-        kept += count
-        underflowed += count - _count_nonzero(codes)
-        top = max(top, float(magnitude_values(largest, kind).item()))
-        if filled.shape[1] % 8:
-            meta[:, -1] &= 0x0F
-        _store(codes, meta, into, r, c)
+    error, signal = energies = np.zeros((2, -(-rows // PATCH_ROWS), -(-cols // PATCH_COLUMNS)))
+    # Few rows and many columns, for NumPy runs fastest along long rows.
+    step = BLOCK_ROWS * max(1, _TILE_ELEMENTS // (BLOCK_ROWS * max(1, cols)))
+    width = TILE_COLUMNS * max(1, _TILE_ELEMENTS // (TILE_COLUMNS * min(step, max(1, rows))))
+    sums = ErrorSums(min(step, rows), cols, optype.group)
+    for r in row_slices(rows, step):
+        for c in row_slices(cols, width):
+            tile = bits[r, c]
+            planes, rounder = tools(tile.shape, kind, optype, overflow)
+            planes.look(tile)
+            filled = planes.nonzero
+            if optype.group != GROUP:
+                # A value of a pair of tf32 fills two places of its group.
+                filled = filled.repeat(GROUP // optype.group, axis=1)
+            meta = _META_OF_OCCUPANCY.take(np.packbits(filled, axis=1, bitorder="little"))
+            largest = max(largest, planes.largest)
+            if not meta.all() or (kind.nonfinite is not None and largest >= kind.nonfinite):
+                raise _refusal(dense, pattern_of(optype), first_row)
+            factor = None
+            if into.scale is not None:
+                factor = scaling.expand(into.scale, into.info.scale, r, c, step=GROUP)
+            codes = rounder.round(planes.take(tile), factor)
+            sums.add(rounder, c.start)
+            clipped += rounder.clipped
+            kept += planes.count
+            underflowed += planes.count - rounder.nonzero
+            if filled.shape[1] % 8:
+                meta[:, -1] &= 0x0F
+            _store(codes, meta, into, r, c)
+        energies[:, patches_of(r, slice(0, cols))[0]] = sums.fold(r.stop - r.start)
+    top = magnitude_values(np.array([largest], kind.unsigned), kind).item()
     return QuantStats(
         kept=kept,
         clipped=clipped,
         underflowed=underflowed,
-        amax=top,
+        amax=float(top),
         error_energy=math.inf if clipped and overflow == "nan" else fold(error),
         signal_energy=fold(signal),
     )
@@ -467,32 +469,17 @@ def _refusal(dense: Array, pattern: Pattern, first_row: int) -> BadInputError:
     return violation(pattern, *(find_crowded(dense, pattern) or (0, 0)), first_row)
 
 
-def _count_clipped(scaled: Array, optype: OperandType) -> int:
-    """How many of the quotients round past the largest finite value."""
-    # The rounding of the scale takes a quotient a hair past the end, which is no clipping.
-    if max(scaled.max(), -scaled.min()) <= optype.max_finite * (1 + 2**-20):
-        return 0
-    kind = number_type(optype.dtype)
-    if kind.nonfinite is None:
-        return int(np.count_nonzero(np.abs(np.rint(scaled)) > optype.max_finite))
-    unbounded = convert(scaled, optype, "nan").view(kind.unsigned)
-    return int(np.count_nonzero(magnitudes(unbounded, kind) >= kind.nonfinite))
-
-
-def _count_nonzero(codes: Array) -> int:
-    kind = number_type(codes.dtype)
-    return int(np.count_nonzero(magnitudes(codes.view(kind.unsigned), kind) != 0))
-
-
 def _store(codes: Array, meta: Array, into: PackedMatrix, r: slice, c: slice) -> None:
+    """Put the ``codes`` of a tile, in planes, and its metadata in their places."""
     if into.blocks is not None:
         optype = into.info.optype
         rows = slice(r.start // BLOCK_ROWS, -(-r.stop // BLOCK_ROWS))
         cols = slice(c.start // optype.block_k, -(-c.stop // optype.block_k))
-        sm90.to_sm90(codes, meta, c.stop - c.start, optype, out=into.blocks[rows, cols])
+        in_order = in_row_order(codes)
+        sm90.to_sm90(in_order, meta, c.stop - c.start, optype, out=into.blocks[rows, cols])
         return
     assert into.values is not None and into.meta is not None
-    into.values[r, c.start // 2 : c.stop // 2] = codes
+    in_row_order(codes, into.values[r, c.start // 2 : c.stop // 2])
     meta_k = into.info.optype.meta_k
     into.meta[r, meta_k(c.start) // 8 : metadata.meta_bytes(meta_k(c.stop))] = meta
 

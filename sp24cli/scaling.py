@@ -206,12 +206,15 @@ def quotient(values: Array, scale: Array) -> Array:
     return divided
 
 
-def expand(scale: Array | None, spec: ScaleSpec, rows: slice, cols: slice) -> Array:
+def expand(
+    scale: Array | None, spec: ScaleSpec, rows: slice, cols: slice, *, step: int = 2
+) -> Array:
     """The scale of every kept value of a tile: float32, broadcasts to [rows, columns/2].
 
     ``rows`` and ``cols`` (logical, multiples of 4) place the tile in the tensor that ``scale``
     belongs to. Kept values 2g and 2g+1 of a row belong to group g, columns 4g to 4g+3, which
-    lie in one block. ``none`` gives 1.
+    lie in one block; ``step`` 4 gives the scale of every group, [rows, columns/4]. ``none``
+    gives 1.
     """
     if scale is None:
         return np.ones((1, 1), np.float32)
@@ -219,7 +222,7 @@ def expand(scale: Array | None, spec: ScaleSpec, rows: slice, cols: slice) -> Ar
         return scale.reshape(-1, 1) if spec.kind == "tensor" else scale[rows]
     bm, bk = spec.block
     bits = scale.view(np.uint8) if scale.dtype == _E8M0 else scale
-    across = bits.take(np.arange(cols.start, cols.stop, 2) // bk, axis=1)
+    across = bits.take(np.arange(cols.start, cols.stop, step) // bk, axis=1)
     found = across.take(np.arange(rows.start, rows.stop) // bm, axis=0)
     return _E8M0_VALUES.take(found) if scale.dtype == _E8M0 else found
 

@@ -21,8 +21,8 @@ PATCH_ROWS, PATCH_COLUMNS = 16, 256
 #: Columns of one tile where squares are added up: a multiple of `PATCH_COLUMNS` and, for packing,
 #: of every operand type's block_k.
 TILE_COLUMNS = 1024
-#: Squares added up at a time, which stay in a core's cache.
-_SUM_ELEMENTS = 1 << 16
+#: Squares added up at a time, which mostly stay in a core's cache.
+_SUM_ELEMENTS = 1 << 17
 
 
 def check_matrix(dense: Array, group: int = GROUP) -> tuple[int, int, NumberType]:
@@ -55,21 +55,27 @@ def prune_24(dense: Array, *, out: Array | None = None, workers: int = 1) -> Arr
 
     def piece(r: slice) -> None:
         part, into = source[r], target[r]
+        # Made once for all tiles of a shape.
+        magnitude = np.empty((0, 0), kind.unsigned)
+        beats = np.empty((3, 0), np.bool_)
         for tile in tiles(*part.shape):
             bits = contiguous_bits(part[tile])
-            keep = _keep(magnitudes(bits, kind)).reshape(bits.shape)
+            if magnitude.shape != bits.shape:
+                magnitude = np.empty_like(bits)
+                beats = np.empty((3, bits.size), np.bool_)
+            keep = _keep(magnitudes(bits, kind, out=magnitude), beats).reshape(bits.shape)
             np.multiply(bits, keep, out=into[tile])
 
     run(piece, pieces(rows, cols), workers)
     return out
 
 
-def _keep(magnitude: Array) -> Array:
-    """1 where a value of a group is kept, 0 elsewhere or where it is zero: uint8, flat."""
+def _keep(magnitude: Array, beats: Array) -> Array:
+    """1 where a value of a group is kept, 0 elsewhere or where it is zero: uint8, flat, in
+    ``beats``, bool [3, values]."""
     flat = magnitude.reshape(-1)
     # Byte i of a group's word in beats[d-1]: value i is at least value i + d. Bytes whose
-    # partner lies in the next group are masked off below.
-    beats = np.zeros((3, flat.size), np.bool_)
+    # partner lies in the next group (or is none) are masked off below.
     for d in (1, 2, 3):
         np.greater_equal(flat[:-d], flat[d:], out=beats[d - 1, :-d])
     near, middle, far = beats.view(np.uint32)
@@ -175,18 +181,27 @@ def patch_energies(values: Array, factors: Array | None = None) -> Array:
     [M, K]: [ceil(M / rows), ceil(K / columns)]. With ``factors``, float64 [K], columns are first
     multiplied by these. Infinity and NaN are the caller's to explain."""
     rows, cols = values.shape
-    sums = np.zeros((-(-rows // PATCH_ROWS), -(-cols // PATCH_COLUMNS)))
-    patches = _SUM_ELEMENTS // (PATCH_ROWS * max(1, min(cols, TILE_COLUMNS)))
-    for part in row_slices(rows, PATCH_ROWS * patches):
-        for c in row_slices(cols, TILE_COLUMNS):
-            # Cast first, then compute: a ufunc that casts as it goes is several times slower. Of a
-            # signalling NaN the cast would warn.
-            with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-                squares = widen(values[part, c]).astype(np.float64)
+    patches = -(-rows // PATCH_ROWS), -(-cols // PATCH_COLUMNS)
+    by_row = np.zeros((patches[0], patches[1] * PATCH_COLUMNS))
+    step = PATCH_ROWS * max(1, _SUM_ELEMENTS // (PATCH_ROWS * max(1, min(cols, TILE_COLUMNS))))
+    wide: Array | None = None
+    squares = np.empty(0)
+    # Of a signalling NaN the cast would warn.
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        for r in row_slices(rows, step):
+            for c in row_slices(cols, TILE_COLUMNS):
+                tile = values[r, c]
+                if squares.shape != tile.shape:
+                    squares = np.empty(tile.shape)
+                    if values.itemsize < 4:
+                        wide = np.empty(tile.shape, np.float32)
+                # Cast first, then compute: a ufunc that casts as it goes is several times slower.
+                np.copyto(squares, widen(tile, out=wide))
                 if factors is not None:
                     squares *= factors[c]
-            sums[patches_of(part, c)] = sum_patches(squares, PATCH_COLUMNS)
-    return sums
+                np.square(squares, out=squares)
+                sum_rows(squares, by_row[patches_of(r, c)[0], c])
+        return fold_halves(by_row.reshape(*patches, PATCH_COLUMNS))
 
 
 def patches_of(rows: slice, cols: slice) -> tuple[slice, slice]:
@@ -205,16 +220,30 @@ def sum_patches(values: Array, width: int) -> Array:
     of its own, so that a GPU can add in the same and get the same bits.
     """
     rows, cols = values.shape
-    whole = rows // PATCH_ROWS
     by_row = np.zeros((-(-rows // PATCH_ROWS), -(-cols // width) * width))
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         np.square(values, out=values)
-        # NumPy adds along an axis that is not the last one row after the other.
-        groups = values[: whole * PATCH_ROWS].reshape(whole, PATCH_ROWS, cols)
-        np.add.reduce(groups, axis=1, out=by_row[:whole, :cols])
-        if whole < len(by_row):
-            np.add.reduce(values[whole * PATCH_ROWS :], axis=0, out=by_row[whole, :cols])
+        sum_rows(values, by_row[:, :cols])
         return fold_halves(by_row.reshape(len(by_row), -1, width))
+
+
+def sum_rows(values: Array, out: Array) -> None:
+    """The sums of every `PATCH_ROWS` rows of ``values`` [..., R, N], one row after the other, into
+    ``out`` [..., ceil(R / rows), N]."""
+    *lead, rows, cols = values.shape
+    whole = rows // PATCH_ROWS
+    groups = values[..., : whole * PATCH_ROWS, :].reshape(*lead, whole, PATCH_ROWS, cols)
+    rest = values[..., whole * PATCH_ROWS :, :]
+    if cols == 1:
+        # A lone column would be the last axis, which NumPy adds up in another order.
+        out[..., :whole, :] = np.add.accumulate(groups, axis=-2)[..., -1, :]
+        if whole < out.shape[-2]:
+            out[..., whole, :] = np.add.accumulate(rest, axis=-2)[..., -1, :]
+        return
+    # NumPy adds along an axis that is not the last one row after the other.
+    np.add.reduce(groups, axis=-2, out=out[..., :whole, :])
+    if whole < out.shape[-2]:
+        np.add.reduce(rest, axis=-2, out=out[..., whole, :])
 
 
 def fold_halves(values: Array) -> Array:

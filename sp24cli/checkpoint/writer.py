@@ -8,6 +8,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, BinaryIO
 
@@ -21,6 +22,10 @@ from sp24cli.errors import Sp24Error
 #: How the hidden file is called until it is complete; killed, a process leaves it.
 TEMP_PREFIX = ".sp24-"
 TEMP_SUFFIX = ".tmp"
+
+#: Bytes written before the disk is asked to take them, beside what is being computed: the sync at
+#: the end, for which all waits, then finds few left.
+FLUSH_BYTES = 1 << 26
 
 
 def check_output(
@@ -94,6 +99,9 @@ class StreamingWriter:
         self._folder = os.path.dirname(self._target)
         self._temp: str | None = None
         self._file: BinaryIO | None = None
+        self._flusher = ThreadPoolExecutor(1)
+        self._flush: Future[None] | None = None
+        self._unflushed = 0
         self._check_output()
         self._check_room()
 
@@ -143,6 +151,7 @@ class StreamingWriter:
             raise Sp24Error(f"{where}: got {done + view.nbytes} bytes, announced {entry.nbytes}")
         try:
             self._put(entry.begin + done, view)
+            self._flush_now_and_then(view.nbytes)
         except OSError as error:
             raise Sp24Error(f"{where}: cannot be written: {error.strerror}") from error
         self._written[name] = done + view.nbytes
@@ -170,6 +179,9 @@ class StreamingWriter:
                 )
         assert self._file is not None
         assert self._temp is not None
+        if self._flush is not None:
+            # Of what failed there the sync might not tell again.
+            self._flush.result()
         os.fsync(self._file.fileno())
         self._file.close()
         # Hours may have passed: an output that has appeared since is not replaced either.
@@ -180,14 +192,18 @@ class StreamingWriter:
 
     def _discard(self) -> None:
         """Close and remove the temporary file, if there is one; never hides another error."""
-        with contextlib.suppress(OSError):
-            if self._file is not None:
-                self._file.close()
-        self._file = None
-        with contextlib.suppress(OSError):
-            if self._temp is not None:
-                os.unlink(self._temp)
-        self._temp = None
+        try:
+            # First what uses the file's descriptor, whose number another file may have next.
+            self._flusher.shutdown()
+        finally:
+            with contextlib.suppress(OSError):
+                if self._file is not None:
+                    self._file.close()
+            self._file = None
+            with contextlib.suppress(OSError):
+                if self._temp is not None:
+                    os.unlink(self._temp)
+            self._temp = None
 
     def _put(self, position: int, view: memoryview) -> None:
         if self._file is None:
@@ -196,6 +212,18 @@ class StreamingWriter:
         while view.nbytes:
             # Unbuffered, so one call may take only part.
             view = view[self._file.write(view) :]
+
+    def _flush_now_and_then(self, written: int) -> None:
+        """Have the disk take what was written, when it is enough and nothing is under way."""
+        self._unflushed += written
+        if self._unflushed < FLUSH_BYTES or not (self._flush is None or self._flush.done()):
+            return
+        if self._flush is not None:
+            self._flush.result()
+        assert self._file is not None
+        sync = getattr(os, "fdatasync", os.fsync)
+        self._flush = self._flusher.submit(sync, self._file.fileno())
+        self._unflushed = 0
 
     def _check_output(self) -> None:
         check_output(self.path, forbid=self._forbid, overwrite=self._overwrite)

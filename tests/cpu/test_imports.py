@@ -24,6 +24,7 @@ LAYERS = (
     ("scaling", "layout"),
     ("fragments",),
     ("calibration", "smoothing"),
+    ("packing",),
     ("packed", "activations"),
     ("reference",),
     ("checkpoint",),

@@ -7,6 +7,8 @@ import errno
 import os
 import resource
 import stat
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -290,6 +292,62 @@ def test_file_is_synced_before_the_rename_and_folder_after(
     monkeypatch.setattr(os, "replace", note_replace)
     save(tmp_path / "f")
     assert events == ["file", "replace", f"folder {tmp_path.stat().st_ino}"]
+
+
+def test_the_disk_takes_data_while_more_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "FLUSH_BYTES", 100)
+    begun, go_on = threading.Event(), threading.Event()
+    flushed: list[str] = []
+
+    def wait(descriptor: int) -> None:
+        begun.set()
+        assert go_on.wait(60)
+        flushed.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+
+    monkeypatch.setattr(os, "fdatasync", wait)
+    with StreamingWriter(tmp_path / "f", [("x", "U8", (1000,))], {}) as out:
+        out.write("x", bytes(99))
+        assert not begun.is_set()
+        out.write("x", bytes(1))
+        assert begun.wait(60)
+        # One at a time, whatever comes meanwhile.
+        out.write("x", bytes(700))
+        go_on.set()
+        out.write("x", bytes(200))
+    assert 1 <= len(flushed) <= 2
+    assert all(Path(name).parent == tmp_path for name in flushed)
+    assert (tmp_path / "f").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_what_the_disk_refuses_meanwhile_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: bool
+) -> None:
+    # The system tells of a failed write once: the sync at the end would find nothing wrong.
+    monkeypatch.setattr(writer, "FLUSH_BYTES", 100)
+    failed = threading.Event()
+
+    def fail(descriptor: int) -> None:
+        failed.set()
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def steps(out: StreamingWriter) -> None:
+        out.write("x", bytes(500))
+        assert failed.wait(60)
+        if last:
+            return
+        # The flush is done a moment after it has failed.
+        for _ in range(100):
+            out.write("x", bytes(1))
+            time.sleep(0.01)
+
+    monkeypatch.setattr(os, "fdatasync", fail)
+    size = 500 if last else 600
+    with pytest.raises(Sp24Error, match=r"cannot be written: Input/output error$"):
+        save_by(tmp_path / "f", steps, ("x", "U8", (size,)))
+    assert listing(tmp_path) == []
 
 
 def test_output_is_not_there_before_the_end(tmp_path: Path) -> None:
