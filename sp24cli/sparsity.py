@@ -212,21 +212,6 @@ def patches_of(rows: slice, cols: slice) -> tuple[slice, slice]:
     )
 
 
-def sum_patches(values: Array, width: int) -> Array:
-    """The sums of the squares of every `PATCH_ROWS` rows and ``width`` columns (a power of two) of
-    float64 ``values``, which it overwrites.
-
-    First the rows of a patch, one after the other; then what that gives, as `fold` does. An order
-    of its own, so that a GPU can add in the same and get the same bits.
-    """
-    rows, cols = values.shape
-    by_row = np.zeros((-(-rows // PATCH_ROWS), -(-cols // width) * width))
-    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        np.square(values, out=values)
-        sum_rows(values, by_row[:, :cols])
-        return fold_halves(by_row.reshape(len(by_row), -1, width))
-
-
 def sum_rows(values: Array, out: Array) -> None:
     """The sums of every `PATCH_ROWS` rows of ``values`` [..., R, N], one row after the other, into
     ``out`` [..., ceil(R / rows), N]."""

@@ -26,8 +26,8 @@ from sp24cli.sparsity import (
     find_nonfinite,
     patch_energies,
     prune_24,
-    sum_patches,
 )
+from tests.cpu.patchsums import sum_patches
 
 CUDA = Path(__file__).parents[2] / "cuda"
 _TARGETS = ("e4m3", "e5m2", "s8", "f16", "bf16")

@@ -16,7 +16,8 @@ from sp24cli.optypes import OPERAND_TYPES, OperandType
 from sp24cli.packed import PackedMatrix, PackInfo, QuantStats, pack_rows
 from sp24cli.packing import KeptPlanes
 from sp24cli.scaling import ScaleSpec, amax, make_scales
-from sp24cli.sparsity import PATCH_COLUMNS, PATCH_ROWS, fold, keep_indices, sum_patches
+from sp24cli.sparsity import PATCH_COLUMNS, PATCH_ROWS, fold, keep_indices
+from tests.cpu.patchsums import sum_patches
 
 VECTOR = ScaleSpec("vector")
 both_fp8 = pytest.mark.parametrize("type_name", ["e4m3", "e5m2"])

@@ -25,8 +25,8 @@ from sp24cli.sparsity import (
     kept_energy,
     patch_energies,
     prune_24,
-    sum_patches,
 )
+from tests.cpu.patchsums import sum_patches
 
 KINDS = list(NUMBER_TYPES.values())
 FLOATS = [k for k in KINDS if k.nonfinite is not None]
