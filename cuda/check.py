@@ -27,6 +27,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -201,17 +202,21 @@ def check_machine_code(name: str, code: list[Instruction]) -> list[str]:
     return [f"{name}: {fault}" for fault in faults + overwritten_metadata(flow)]
 
 
+def check_fatbin(path: Path) -> tuple[list[str], list[str]]:
+    """The names of a fatbin's kernels, and the faults of their machine code."""
+    functions = disassemble(path)
+    return list(functions), [
+        fault for name, code in functions.items() for fault in check_machine_code(name, code)
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--no-sass", action="store_true", help="only hashes")
     parser.add_argument("--fatbin", type=Path, help="the machine code of this fatbin alone")
     options = parser.parse_args()
     if options.fatbin:
-        faults = [
-            f
-            for name, code in disassemble(options.fatbin).items()
-            for f in check_machine_code(name, code)
-        ]
+        _, faults = check_fatbin(options.fatbin)
         sys.exit("\n".join(faults) if faults else 0)
     loaded = manifest.load()
     faults = []
@@ -224,14 +229,16 @@ def main() -> None:
     ]
     count = 0
     if not options.no_sass:
-        for fatbin in loaded.fatbins:
-            functions = disassemble(manifest.FOLDER / f"{fatbin}.fatbin")
-            described = {e.name for e in loaded.everything if e.fatbin == fatbin}
-            for name in sorted(described ^ set(functions)):
-                faults.append(f"{name} is in only one of manifest and {fatbin}.fatbin")
-            for name, code in functions.items():
-                faults += check_machine_code(name, code)
-                count += 1
+        # The largest first, so that none is left alone at the end.
+        fatbins = sorted(loaded.fatbins, key=lambda name: -len(loaded.fatbin(name)))
+        with ProcessPoolExecutor() as pool:
+            checked = pool.map(check_fatbin, [manifest.FOLDER / f"{f}.fatbin" for f in fatbins])
+            for fatbin, (names, found) in zip(fatbins, checked, strict=True):
+                described = {e.name for e in loaded.everything if e.fatbin == fatbin}
+                for name in sorted(described ^ set(names)):
+                    faults.append(f"{name} is in only one of manifest and {fatbin}.fatbin")
+                faults += found
+                count += len(names)
     if faults:
         sys.exit("\n".join(faults))
     print(f"fatbins match their sources; {count} kernels' machine code checked")
