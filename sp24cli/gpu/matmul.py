@@ -580,6 +580,7 @@ def turn_to_sm90(
         return
     with device.upload(values.view(np.uint8)) as values_gpu, device.upload(meta) as meta_gpu:
         enqueue_turn(device, optype, shape, values_gpu.ptr, meta_gpu.ptr, image.ptr, device.stream)
+        # Kernels ask for the image while the kernel before them may still run, so it must be done.
         device.synchronize()
 
 
