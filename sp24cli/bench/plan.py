@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy.typing as npt
 
@@ -22,9 +22,6 @@ from sp24cli.packed import PackedMatrix, check_parts
 from sp24cli.pruning import permute
 from sp24cli.scaling import ScaleKind, ScaleSpec
 from sp24cli.smoothing import divide
-
-if TYPE_CHECKING:
-    pass
 
 Array = npt.NDArray[Any]
 

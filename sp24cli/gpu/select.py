@@ -40,7 +40,7 @@ _LOG = logging.getLogger(__name__)
 _PORT_CYCLES, _L2_BYTES = 1.13, 43
 
 #: SM cycles that a tile takes beyond its stages, a column that its CTA stores, and to put the parts
-#: of a tile together that is split over K. Source: clock reads on an H200 (cuda/README.md).
+#: of a tile together that is split over K. Source: times on an H200 (cuda/README.md).
 _COLUMN_CYCLES, _EXCHANGE_CYCLES = 14, 2000
 
 #: The share of the SMs that clusters of so many CTAs find in whole processor clusters. Source: the

@@ -5,15 +5,19 @@ from __future__ import annotations
 import ctypes
 import re
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
+import pytest
 
 from sp24cli import layout, metadata
 from sp24cli.activations import quantize_tokens
 from sp24cli.bits import NUMBER_TYPES, magnitude_values, magnitudes, widen
+from sp24cli.errors import BadInputError
 from sp24cli.kernels import manifest
 from sp24cli.optypes import OPERAND_TYPES, operand_type
 from sp24cli.packed import PackedMatrix, PackInfo, pack_rows
@@ -310,3 +314,14 @@ def _quantize(entry, source, args):
 def band_rows(info):
     """Rows of scales that a band has."""
     return info.scale.shape(*info.shape)[0]
+
+
+def refusal_of_both(run: Callable[..., object], engine: Any) -> str:
+    """What ``run`` refuses with, on the CPU and by ``engine`` alike."""
+    messages = []
+    for how in ({}, {"engine": engine}):
+        with pytest.raises(BadInputError) as fault:
+            run(**how)
+        messages.append(str(fault.value))
+    assert messages[0] == messages[1]
+    return messages[0]

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from sp24cli.bits import widen
 from sp24cli.fp8 import convert
+from sp24cli.gpu.arrays import DeviceArray
 from sp24cli.gpu.device import Device
 from sp24cli.gpu.matmul import SparseWeight
 from sp24cli.kernels.manifest import Entry
@@ -147,3 +148,7 @@ def _problem(packed: PackedMatrix, x: Array) -> Problem:
     a = a.astype(np.float64)
     b = widen(x).astype(np.float64)
     return Problem(packed, x, a, a @ b.T, np.sqrt((a * a) @ (b * b).T))
+
+
+def on_device(device: Device, array: Array) -> DeviceArray:
+    return DeviceArray(device, array.shape, array.dtype, device.upload(array.view(np.uint8)))

@@ -77,21 +77,13 @@ def test_strided_input_and_output(weight: SparseWeight, problem: problems.Proble
     assert (out[:, :2] == -7).all() and (out[:, 2 + M :] == -7).all()
 
 
-def on_device(device: Device, array: problems.Array) -> DeviceArray:
-    there = DeviceArray(device, array.shape, array.dtype)
-    with device.upload(array.view(np.uint8)) as sent:
-        device.copy_d2d(there.buffer.ptr, sent.ptr, array.nbytes)
-        device.synchronize()
-    return there
-
-
 @pytest.mark.parametrize("types", list(OPERANDS))
 def test_the_types_follow_from_weight_and_x(device: Device, types: str) -> None:
     """x says its own type; the output may be any that the kernels have."""
     operands = OPERANDS[types]
     problem = problems.integers(types, 130, 40, 264)
     weight = problems.upload(device, problem.packed, types)
-    x = on_device(device, problem.x)
+    x = problems.on_device(device, problem.x)
     accumulate = "f16" if operands.accumulate == "f16" else "fast"
     d = matmul(weight, x, accumulate=accumulate)
     in_f16 = accumulate == "f16" or types == "e4m3_f16"

@@ -279,30 +279,22 @@ def test_columns_in_another_order(device: Device) -> None:
     assert np.array_equal(multiply(device, weight, given, "f32", "mn"), problem.exact)
 
 
-def on_device(device: Device, array: problems.Array) -> DeviceArray:
-    there = DeviceArray(device, array.shape, array.dtype)
-    with device.upload(array.view(np.uint8)) as sent:
-        device.copy_d2d(there.buffer.ptr, sent.ptr, array.nbytes)
-        device.synchronize()
-    return there
-
-
 @pytest.mark.parametrize("name", fragments.WIDENED)
 def test_matmul_takes_16_bits_for_such_a_weight(device: Device, name: str) -> None:
     types = f"e4m3_{name}"
     problem = scaled_problem(types, 200, 50, 644, (32, 32), "block")
     weight = SparseWeight.upload(device, problem.packed, activations=name)
-    x = on_device(device, problem.x)
+    x = problems.on_device(device, problem.x)
     d = matmul(weight, x)
     assert d.dtype == OUT_DTYPES[name]
     assert np.array_equal(d.numpy(), problem.exact.T.astype(np.float32).astype(d.dtype))
     out = DeviceArray(device, (200, 50), OUT_DTYPES["f32"])
-    scale = on_device(device, np.exp2(np.arange(50) % 5).astype(np.float32))
-    bias = on_device(device, np.arange(200, dtype=np.float32))
+    scale = problems.on_device(device, np.exp2(np.arange(50) % 5).astype(np.float32))
+    bias = problems.on_device(device, np.arange(200, dtype=np.float32))
     matmul(weight, x, out=out, order="mn", scale=scale, bias=bias)
     want = problem.exact * np.exp2(np.arange(50) % 5) + np.arange(200)[:, None]
     assert np.array_equal(out.numpy(), want)
-    bits = on_device(device, problem.x.view(np.uint16))
+    bits = problems.on_device(device, problem.x.view(np.uint16))
     assert np.array_equal(matmul(weight, bits).numpy(), d.numpy())
 
 

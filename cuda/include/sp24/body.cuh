@@ -53,8 +53,11 @@ struct BlocksA {
 };
 
 // One thread. Asks for A of the first round of the ring, while the kernel before may still run: of
-// what it leaves behind A is no part. It is no matter which comes first, this or what `produce`
-// brings of B: a stage is full once it has been told what to hold and holds it.
+// what it leaves behind A is no part (a weight is uploaded and done before it is used).
+//
+// Order. Nothing has used these stages before, so there is no `empty` to wait for, and `produce` leaves
+// their A alone. It is no matter which comes first, this or what `produce`, here or in another CTA,
+// brings of B: a phase of `full` ends once it has both its arrival, which is the one here, and all bytes.
 template <class Config>
 __device__ __forceinline__ void fill_first_round(const GemmArgs& args, uint32_t shared,
                                                  uint32_t m_rank, int part) {
@@ -123,9 +126,9 @@ __device__ __forceinline__ void produce(const CUtensorMap* map_b, const GemmArgs
       ring.advance();
     }
   }
-  // What the cluster's other CTAs send here must find this CTA's shared memory still there: it ends
-  // when every stage has been given back by all. (Their bytes have landed before that; of an exchange,
-  // before this CTA's consumers ended.)
+  // What the cluster's other CTAs send here must find this CTA's shared memory still there, and what they
+  // send are arrivals and bytes. The arrivals: it ends when every stage has been given back by all. The
+  // bytes of B: its own consumers gave a stage back after these had landed. Of an exchange: see there.
   if constexpr (Config::kCluster > 1)
     for (int s = 0; s < Config::kStages; ++s) {
       ptx::mbarrier_wait(shared + offsetof(Shared, empty) + ring.stage * 8, ring.parity ^ 1);

@@ -45,7 +45,8 @@ struct KShare {
 // - A barrier is never a phase ahead of a thread that waits for it: `landed` ends the next phase only
 //   with messages that are sent once that thread's warp has arrived at `taken`, and `taken` the next
 //   only with arrivals that follow messages which that thread itself still has to send.
-// A CTA's memory outlives what is sent to it: no CTA ends before the cluster's last barrier.
+// A CTA's memory outlives what is sent to it: of the last tile it waits for every message, and the
+// arrivals of the tile before have all been waited for when that one's messages are sent.
 template <class Config, bool kSplits = (Config::kSplit > 1)>
 struct Exchange {
   static constexpr int kParts = Config::kSplit;

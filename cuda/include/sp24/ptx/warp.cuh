@@ -121,8 +121,8 @@ __device__ __forceinline__ void cluster_sync() {
           : "memory");
 }
 
-// The same where nothing was written before it but barriers, behind `fence_mbarrier_init`: without the
-// release, which waits for memory.
+// The same where nothing was written before it but barriers, behind `fence_mbarrier_init`, which is the
+// release that the wait here acquires: another would wait for memory.
 __device__ __forceinline__ void cluster_sync_barriers() {
   asm volatile(
       "barrier.cluster.arrive.relaxed.aligned;\n"
