@@ -88,10 +88,14 @@ class Operands:
         if packed.perm is not None:
             self.given = self.copies(self._padded(packed.original_order(tokens.codes)))
         self.scaled = out != "s32"
-        self.scale_b = None
+        self.scale_b, self.scale_b_strides = None, None
         self.scale_k = tokens.scale_k if self.scaled else 0
         if self.scaled and tokens.scale is not None:
-            self.scale_b = self.hold(device.upload(tokens.scale))
+            scale = tokens.scale
+            if self.scale_k:
+                # Column-major, as block-scaled kernels of other libraries want it too.
+                scale, self.scale_b_strides = scale.T.copy(), (1, shape.n)
+            self.scale_b = self.hold(device.upload(scale))
         out_bytes = shape.m * shape.n * NUMPY_TYPES[out].itemsize
         self.outs = [self.hold(device.alloc(out_bytes)) for _ in range(slots)]
         device.synchronize()
@@ -181,6 +185,7 @@ class Ours:
             operands.outs[slot],
             scale_b=operands.scale_b,
             scale_b_rows=operands.scale_b is not None,
+            scale_b_strides=operands.scale_b_strides,
         )
 
     def free(self) -> None:

@@ -79,19 +79,22 @@ class Plan:
         scale_b_rows: bool = False,
         bias: Buffer | int | None = None,
         stream: int | None = None,
+        scale_b_strides: tuple[int, int] | None = None,
     ) -> None:
         """Multiplies B = ``x`` [n, K] (rows of ``ldx`` elements) into ``out``.
 
         ``out`` is [n, M] (order ``nm``) or [M, n] (``mn``), rows of ``ldd`` elements (tight by
         default). ``scale_b`` is one f32, or one a row of B with ``scale_b_rows``, or [n,
-        ceil(K/scale_b_k)] f32 with the plan's ``scale_b_k``; ``bias`` one f32 a row of A. ``x``
+        ceil(K/scale_b_k)] f32 with the plan's ``scale_b_k``, ``scale_b_strides`` elements apart
+        (tight by default; read fastest where those of neighbouring rows lie side by side);
+        ``bias`` one f32 a row of A. ``x``
         and its row pitch in bytes are multiples of 16, unless the weight has a ``column_order``:
         then they are copied in that order first. If it has ``smooth``, ``x`` has been divided by
         that. Into s32 go the sums of the codes: no scale, that
         of the weight neither, and no bias.
         """
         if self.weight.column_order is None:
-            self._multiply(x, ldx, out, ldd, scale_b, scale_b_rows, bias, stream)
+            self._multiply(x, ldx, out, ldd, scale_b, scale_b_rows, bias, stream, scale_b_strides)
             return
         device, item = self.weight.device, self.weight.multiplied.itemsize
         shape = (self.n, self.weight.shape[1])
@@ -109,7 +112,17 @@ class Plan:
                 item,
                 on,
             )
-            self._multiply(ordered, pitch // item, out, ldd, scale_b, scale_b_rows, bias, stream)
+            self._multiply(
+                ordered,
+                pitch // item,
+                out,
+                ldd,
+                scale_b,
+                scale_b_rows,
+                bias,
+                stream,
+                scale_b_strides,
+            )
 
     def _multiply(
         self,
@@ -121,6 +134,7 @@ class Plan:
         scale_b_rows: bool,
         bias: Buffer | int | None,
         stream: int | None,
+        scale_b_strides: tuple[int, int] | None,
     ) -> None:
         """`enqueue` of activations whose columns are in the weight's order."""
         weight, entry, device = self.weight, self.kernel, self.weight.device
@@ -155,11 +169,16 @@ class Plan:
         )
         step = weight.multiplied.step_k
         block_m, block_k = weight.block or (1, 0)
-        a_stride = -(-k // block_k) if block_k else int(weight.scale_rows)
-        b_stride = int(scale_b_rows)
+        a_rows = -(-m // block_m) if block_k else 0
+        b_strides = (int(scale_b_rows), 0)
         if self.scale_b_k:
-            b_stride = -(-k // self.scale_b_k) if scale_b is not None else 0
-        if max(-(-m // block_m) * a_stride, self.n * b_stride) >= 1 << 31:
+            b_strides = scale_b_strides or (-(-k // self.scale_b_k), 1)
+            if scale_b is None:
+                b_strides = (0, 0)
+        reach = (self.n - 1) * b_strides[0]
+        if self.scale_b_k:
+            reach += (-(-k // self.scale_b_k) - 1) * b_strides[1]
+        if max(a_rows * -(-k // max(1, block_k)), reach) >= 1 << 31:
             raise Sp24Error(f"more than 2^31 scales at {m}x{self.n}x{k}")
         args = pack_struct(
             manifest.load().args[entry.args],
@@ -174,8 +193,8 @@ class Plan:
                 "n": self.n,
                 "m_blocks": weight.blocks[0],
                 "k_blocks": weight.blocks[1],
-                "scale_a_stride": a_stride,
-                "scale_b_stride": b_stride,
+                "scale_a_stride": 1 if block_k else int(weight.scale_rows),
+                "scale_b_stride": b_strides[0],
                 "vector_store": int(out_ptr % 16 == 0 and ldd * out_bytes % 16 == 0),
                 "raster": order.raster,
                 "read_once": order.read_once,
@@ -184,6 +203,8 @@ class Plan:
                 "scale_b_steps": _steps(self.scale_b_k, k, step),
                 "k_steps": max(1, -(-k // step)),
                 "operand_limit": weight.limit,
+                "scale_a_along": a_rows,
+                "scale_b_along": b_strides[1],
             },
         )
         grid = min(tiles, clusters * entry.cluster_ctas)
@@ -196,7 +217,8 @@ class Plan:
 class SparseWeight:
     """A packed weight on the GPU, in the layout that the kernels read.
 
-    ``scale`` is one f32, one a row with ``scale_rows``, or one a ``block`` (rows, columns).
+    ``scale`` is one f32, one a row with ``scale_rows``, or one a ``block`` (rows, columns), then
+    [blocks along K, blocks along M].
     ``column_order``, int32 [K], is None where it is that of the activations. ``smooth``, f32 [K]
     in their order, are the factors that the columns were multiplied by, None where there are none:
     a product is right if the activations' columns were divided by them, which nothing here does
@@ -277,7 +299,8 @@ class SparseWeight:
             )
         scale = None
         if kind == "none" and packed.scale is not None and packed.scale.size:
-            scale = device.upload(packed.scale)
+            # By blocks along K, so that those of neighbouring rows lie side by side.
+            scale = device.upload(packed.scale.T.copy() if spec.block else packed.scale)
         if widened is not None:
             image = turn_to_fragments(device, packed, kind)
         elif packed.blocks is not None:
@@ -405,7 +428,8 @@ def matmul(
             the plain sums of products of codes.
         scale: f32, one for all of x, one a row of it, or [N, ceil(K / scale_k)]: one a row and
             ``scale_k`` columns, a multiple of 64 (not for a permuted weight, in whose order columns
-            of one scale lie apart).
+            of one scale lie apart). The latter in any strides: it is read twice as fast where the
+            scales of neighbouring rows lie side by side (column-major).
         bias: f32 [M].
         accumulate: "fast", or "precise": FP8 sums are promoted to float32 every 256 of K. Sums with
             scales that change along K are promoted at least as often, whatever is said here.
@@ -450,7 +474,7 @@ def matmul(
         raise Sp24Error(
             f"out is {list(d.shape)}, order {order} needs {list(shape)}, rows contiguous"
         )
-    scales, scale_b_k = None, 0
+    scales, scale_b_k, strides = None, 0, None
     if scale_k < 1:
         raise Sp24Error(f"scale_k is {scale_k}, not a multiple of 64")
     if scale is not None:
@@ -459,7 +483,13 @@ def matmul(
         if by_block and weight.column_order is not None:
             raise Sp24Error("a permuted weight takes one scale of x, or one a row of it")
         scale_b_k = scale_k if by_block else 0
-        scales = vector(scale, "scale", (n * blocks,) if by_block else (1, n), stream)
+        if by_block:
+            scales = view(scale, "scale", stream)
+            if scales.dtype != np.float32 or min(scales.strides) < 0:
+                raise Sp24Error(f"scale is {scales.dtype} of strides {list(scales.strides)}")
+            strides = (scales.strides[0], scales.strides[1])
+        else:
+            scales = vector(scale, "scale", (1, n), stream)
     biases = None if bias is None else vector(bias, "bias", (m,), stream)
     plan = weight.plan(
         n, out_dtype, order, kernel, accumulate=accumulate, scale_b_k=scale_b_k, types=types
@@ -480,6 +510,7 @@ def matmul(
         scale_b_rows=scales is not None and scales.shape != (1,),
         bias=None if biases is None else biases.ptr,
         stream=stream,
+        scale_b_strides=strides,
     )
     if spare is not None:
         device.synchronize()  # the product still reads the copy

@@ -158,7 +158,7 @@ class KernelPlan:
     def kernel(self):
         return SimpleNamespace(name=self.name)
 
-    def enqueue(self, x, ldx, out, scale_b=None, scale_b_rows=False):
+    def enqueue(self, x, ldx, out, scale_b=None, scale_b_rows=False, scale_b_strides=None):
         packed, device = self.weight.packed, self.weight.device
         k = packed.shape[1]
 
@@ -166,8 +166,15 @@ class KernelPlan:
             tokens = device.array(x.ptr, self.types.b.dtype, (self.n, ldx))[:, :k]
             tokens = tokens.astype(np.float64)
             if self.scale_b_k:
-                shape = self.n, -(-k // self.scale_b_k)
-                scale = device.array(scale_b.ptr, np.float32, shape)
+                blocks = -(-k // self.scale_b_k)
+                apart = scale_b_strides or (blocks, 1)
+                scale = np.lib.stride_tricks.as_strided(
+                    device.array(
+                        scale_b.ptr, np.float32, (1 + np.dot(apart, (self.n - 1, blocks - 1)),)
+                    ),
+                    (self.n, blocks),
+                    [4 * step for step in apart],
+                )
                 tokens *= np.repeat(scale, self.scale_b_k, axis=1)[:, :k]
             if self.out == "s32":
                 assert scale_b is None

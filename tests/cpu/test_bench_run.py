@@ -189,7 +189,7 @@ def test_a_wrong_element_stops_before_timing(device, monkeypatch):
 def test_an_unwritten_element_is_seen(device, monkeypatch):
     """The output is poisoned, so what the kernel leaves out cannot pass by luck."""
 
-    def leave(self, x, ldx, out, scale_b=None, scale_b_rows=False):
+    def leave(self, x, ldx, out, **scales):
         pass
 
     monkeypatch.setattr(KernelPlan, "enqueue", leave)
@@ -342,9 +342,9 @@ class TestSummation:
         if of == "b":
             enqueue = KernelPlan.enqueue
 
-            def shifted(self, x, ldx, out, scale_b=None, scale_b_rows=False):
+            def shifted(self, x, ldx, out, **scales):
                 self.scale_b_k = 256 if self.scale_b_k else 0
-                enqueue(self, x, ldx, out, scale_b, scale_b_rows)
+                enqueue(self, x, ldx, out, **scales)
 
             monkeypatch.setattr(KernelPlan, "enqueue", shifted)
         result = bench.run(plan.BenchPlan(cases, "nm", None, False, SETTINGS, 2), device)

@@ -159,8 +159,11 @@ def test_matmul_takes_scales_by_token_and_block(device: Device) -> None:
     weight = SparseWeight.upload(device, problem.packed)
     x = torch.tensor(problem.x.view(np.uint8), device="cuda")
     scale = torch.tensor(scale_b, device="cuda")
-    out = torch.from_dlpack(matmul(weight, x, scale=scale, out_dtype="f32"))
-    assert np.array_equal(out.cpu().numpy(), problem.exact.T)
+    wide = torch.zeros((50, 13), device="cuda")
+    wide[:, ::2][:, :6] = scale
+    for given in (scale, scale.t().contiguous().t(), wide[:, ::2][:, :6]):
+        out = torch.from_dlpack(matmul(weight, x, scale=given, out_dtype="f32"))
+        assert np.array_equal(out.cpu().numpy(), problem.exact.T)
     with pytest.raises(Sp24Error, match=r"scale is float32 \[50, 5\]"):
         matmul(weight, x, scale=scale[:, :5].contiguous())
     with pytest.raises(Sp24Error, match="scales that change every 32 of K need a kernel"):

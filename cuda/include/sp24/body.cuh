@@ -26,15 +26,15 @@ constexpr int kPrefetchBoxes = 2;
 // Where the blocks of a tile's rows lie in the image of A, each step one further.
 template <class Config>
 struct BlocksA {
-  const uint8_t* at[Config::kConsumers];
+  const uint8_t* at[Config::kRowBlocks];
 
   __device__ __forceinline__ BlocksA(const GemmArgs& args, int m0, int k) {
     const uint8_t* a = reinterpret_cast<const uint8_t*>(args.a);
 #pragma unroll
-    for (int w = 0; w < Config::kConsumers; ++w) {
+    for (int b = 0; b < Config::kRowBlocks; ++b) {
       // Blocks past the last are never stored: read the last again instead of beyond the image.
-      const int block = min(m0 / kBlockRows + w, args.m_blocks - 1);
-      at[w] = a + (int64_t{block} * args.k_blocks + k) * Config::kBlockBytes;
+      const int block = min(m0 / kBlockRows + b, args.m_blocks - 1);
+      at[b] = a + (int64_t{block} * args.k_blocks + k) * Config::kBlockBytes;
     }
   }
   // Tells a free stage what it will hold, and asks for its A.
@@ -42,12 +42,12 @@ struct BlocksA {
     using Shared = typename Config::Shared;
     const uint32_t full = shared + offsetof(Shared, full) + stage * 8;
     const uint32_t to =
-        shared + offsetof(Shared, a) + stage * Config::kConsumers * Config::kBlockBytes;
+        shared + offsetof(Shared, a) + stage * Config::kRowBlocks * Config::kBlockBytes;
     ptx::mbarrier_arrive_expect_tx(full, Config::kStageBytes);
 #pragma unroll
-    for (int w = 0; w < Config::kConsumers; ++w) {
-      ptx::bulk_copy(to + w * Config::kBlockBytes, at[w], Config::kBlockBytes, full, policy);
-      at[w] += Config::kBlockBytes;
+    for (int b = 0; b < Config::kRowBlocks; ++b) {
+      ptx::bulk_copy(to + b * Config::kBlockBytes, at[b], Config::kBlockBytes, full, policy);
+      at[b] += Config::kBlockBytes;
     }
   }
 };
@@ -70,7 +70,7 @@ __device__ __forceinline__ void fill_first_round(const GemmArgs& args, uint32_t 
   for (int s = 0; s < min(share.blocks, Config::kStages); ++s) blocks.fill(shared, s, policy);
 }
 
-// One thread. Fills stages: each consumer's block of A for this CTA, and this CTA's share of B for
+// One thread. Fills stages: the tile's blocks of A for this CTA, and this CTA's share of B for
 // all of the cluster that work on the same part of K.
 //
 // Order. A stage is written again only after empty[stage] has completed, that is after every
@@ -153,7 +153,8 @@ __device__ __forceinline__ void consume(const GemmArgs& args, uint32_t shared, u
   // The tensor core reads the metadata registers while the wgmmas run, which ptxas does not know: that
   // they are not written before the wait is proven on the machine code, by check.py.
   const auto multiply = [&](uint32_t accumulate) {
-    const typename Operand::Meta meta = stages.await(ring, accumulate == 0);
+    stages.await(ring, accumulate == 0);
+    const typename Operand::Meta meta = stages.meta(ring.stage);
     const uint64_t desc_a = stages.desc_a(ring.stage), desc_b = stages.desc_b(ring.stage);
     ptx::wgmma_fence();
     Mma::template issue<0>(acc, desc_a, desc_b, Operand::meta_word(meta, 0), accumulate);
@@ -215,10 +216,12 @@ __device__ __forceinline__ void consume_promoted(const GemmArgs& args, uint32_t 
   const int barrier = kBarriers * warpgroup + 1;
   ptx::wait_for_prerequisites();  // scales are read and D is written from here on
   for (int m0, n0; schedule.next(m_rank, m0, n0);) {
-    m0 += warpgroup * kBlockRows;
+    n0 += warpgroup * Config::kStoredN;
     scales.fetch(args, m0, n0);
     promoted.run(args.k_blocks, stages, ring);
-    store_tile<Config>(promoted.sum, args, scales, chunks, barrier, m0, n0);
+#pragma unroll
+    for (int b = 0; b < Config::kStoredBlocks; ++b)
+      store_tile<Config>(promoted.sum[b], args, scales, chunks, barrier, m0 + b * kBlockRows, n0, b);
   }
 }
 

@@ -44,7 +44,7 @@ struct GemmConfig {
   using Out = Out_;
   static constexpr Order kOrder = kOrder_;
   static constexpr int kTileN = kTileN_;
-  static constexpr int kConsumers = kConsumers_;  // warpgroups, 64 rows each
+  static constexpr int kConsumers = kConsumers_;  // warpgroups
   static constexpr int kCluster = kCluster_;      // CTAs along M that share B
   static constexpr int kStages = kStages_;
   static constexpr int kSplit = kSplit_;          // parts of K, a CTA each
@@ -54,7 +54,12 @@ struct GemmConfig {
   // What a consumer thread sums in: 64 rows by the tile's columns over 128 threads.
   using Accumulators = typename Operand::Register[kTileN / 2 / Operand::kPerRegister];
 
-  static constexpr int kTileM = kConsumers * kBlockRows;
+  // Promoted sums (promote.cuh): warpgroups side by side, each of two blocks of rows. Others: one above
+  // the other, of one block each.
+  static constexpr bool kPromoted = Accumulate::kSteps != 0;
+  static constexpr int kRowBlocks = kPromoted ? 2 : kConsumers;  // a tile's blocks of 64 rows
+  static constexpr int kStoredBlocks = kPromoted ? 2 : 1;        // those of a warpgroup
+  static constexpr int kTileM = kRowBlocks * kBlockRows;
   static constexpr int kTileK = kRowBytesB / Operand::kItemBytes;  // logical K of a stage
   static constexpr int kThreads = (kConsumers + 1) * 128;          // the last warpgroup produces
   // Registers a thread once the roles are known: what the launch gave an SM's threads, shared out again.
@@ -62,7 +67,8 @@ struct GemmConfig {
   static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : kConsumers == 3 ? 152 : 104;
   static constexpr int kBlockBytes =
       Operand::kBlockValueBytes + Operand::kMetaBytes + Operand::kBlockScaleBytes;
-  static constexpr int kStoredN = kTileN / kSplit;  // columns of a tile that one part sums and stores
+  // Columns of a tile that one warpgroup stores: those of its part of K, or those that it sums.
+  static constexpr int kStoredN = kTileN / (kPromoted ? kConsumers : kSplit);
   using StoredSums = typename Operand::Register[kStoredN / 2 / Operand::kPerRegister];
   // Whether one warp of a warpgroup waits for stages and gives them back for all four (ring.cuh): where
   // the wgmmas of a stage take longer than the warps take to agree.
@@ -77,16 +83,15 @@ struct GemmConfig {
       kGathers ? kConsumers * kCluster : 4 * kConsumers * (kArrivingLanes + kCluster - 1);
   // Arrivals that free a slot of the exchange: of a warpgroup's warps in the other parts.
   static constexpr int kExchangeReleases = 4 * kArrivingLanes * (kSplit - 1);
-  // Whether chunks of D are turned through shared memory: see Store16.
-  static constexpr bool kTurned = kOrder == Order::nm && sizeof(typename Out::Item) == 2;
+  // Whether chunks of D are turned through shared memory: see Store16 and store_32bit.
+  static constexpr bool kTurned = kOrder == Order::nm;
   static constexpr int kBoxRowsB = kTileN / kCluster;  // rows of B that one CTA fetches
 
-  // Promoted sums (promote.cuh): units of a stage, and the slot of scales that each has.
-  static constexpr bool kPromoted = Accumulate::kSteps != 0;
+  // Promoted sums: units of a stage, and the slot of scales that each has.
   static constexpr bool kScaledInLoop = Accumulate::kScales != LoopScales::none;
   static constexpr int kUnits = Accumulate::kSteps == 1 ? 2 : 1;
   static constexpr int kSlotScales =
-      kTileN + (Accumulate::kScales == LoopScales::block ? 4 : kTileM);  // of A: kConsumers or kTileM
+      kTileN + (Accumulate::kScales == LoopScales::block ? 4 : kTileM);  // of A: kRowBlocks or kTileM
   static constexpr int kScaleSlotBytes = kSlotScales * 4;
   // Arrivals that fill a stage: the producer's, and of the two warps that bring scales each lane's.
   static constexpr int kFills = 1 + (kScaledInLoop ? 2 * 32 : 0);
@@ -94,9 +99,11 @@ struct GemmConfig {
   static constexpr int kPromoteK = Accumulate::kSteps * kTileK / 2;
 
   static_assert(kScaleSlotBytes % 16 == 0, "scales of columns are read by 16 bytes");
-  static_assert(kConsumers == 2 || (kConsumers <= 4 && kTileN <= 128 && !kPromoted),
+  static_assert(kConsumers == 2 || (kConsumers == 3 && kPromoted) || (kConsumers <= 4 && kTileN <= 128),
                 "a consumer thread's registers hold its accumulators");
   static_assert(kTileN % 8 == 0 && kTileN <= 256, "what wgmma multiplies");
+  static_assert(!kPromoted || (kTileN % kConsumers == 0 && (kStoredN % 16 == 0 || kTileN == 16)),
+                "groups of columns as load_scales places them");
   static_assert(kStoredN == 8 || kStoredN % 16 == 0, "an epilogue chunk is 16 columns wide");
   static_assert(kSplit == 1 || std::is_same_v<typename Operand::Register, float>,
                 "parts of K exchange sums in f32");
@@ -108,10 +115,10 @@ struct GemmConfig {
 
   struct alignas(1024) Shared {
     uint8_t b[kStages][kTileN * kRowBytesB];
-    uint8_t a[kStages][kConsumers][kBlockBytes];
+    uint8_t a[kStages][kRowBlocks][kBlockBytes];
     // Chunks of D on their way out, two in turn a warpgroup.
-    uint8_t chunks[kConsumers][2][kTurned ? 16 * kBlockRows * sizeof(typename Out::Item) : 16];
-    float scales[kConsumers][2][kStoredN + 2 * kBlockRows];  // see TileScales
+    uint8_t chunks[kConsumers][2][kTurned ? 32 * kBlockRows : 16];
+    float scales[kConsumers][2][kStoredN + 2 * kStoredBlocks * kBlockRows];  // see TileScales
     uint64_t full[kStages];
     uint64_t empty[kStages];
     alignas(16) float loop_scales[kStages][kUnits][kScaledInLoop ? kSlotScales : 4];

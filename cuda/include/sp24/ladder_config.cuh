@@ -63,6 +63,7 @@ struct RungConfig {
 
   static constexpr bool kScaledInLoop = false;
   static constexpr int kStoredN = kTileN;  // K is not split
+  static constexpr int kStoredBlocks = 1;
   using StoredSums = float[kStoredN / 2];
 
   static constexpr int kTileM = kConsumers * kBlockRows;

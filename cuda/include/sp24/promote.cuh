@@ -1,15 +1,16 @@
 // The sum of one tile in pieces of K, each multiplied into partial accumulators and then added to f32
 // registers: the tensor core's few bits of FP8 accumulation span a piece only.
 //
-// The tile's columns are two halves with partial accumulators of their own, so that one half is
-// added while the other is multiplied and the tensor core never waits for an addition:
+// The warpgroups lie side by side: each sums both blocks of 64 rows of the tile, in a part of its columns.
+// The blocks have partial accumulators of their own, so that one is added while the other is multiplied
+// and the tensor core need not wait for an addition:
 //
-//   tensor core   X(0)  Y(0)  X(1)  Y(1)  X(2) ...      X: columns 0 to N/2, Y: the rest
+//   tensor core   X(0)  Y(0)  X(1)  Y(1)  X(2) ...      X: the upper 64 rows, Y: the lower
 //   registers           +X(0) +Y(0) +X(1) +Y(1) ...
 //
-// Both halves together take as many partial registers as one of the whole width would; what it costs
-// is that A is read from shared memory once for each. With whole rows instead (kHalves 1) a warpgroup
-// has nothing in flight while it adds, and the tensor core is the other's.
+// So a thread holds half as many columns as with 64 rows of all of them, and reads half as many of their
+// scales, which is what a loop with scales spends most on: they come through the port of shared memory
+// that the wgmmas fill, and every thread needs its own copy of them.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -34,24 +35,27 @@ struct PromotedSum {
   using Position = Ring<Config::kStages>;
   using Accumulate = typename Config::Accumulate;
   static constexpr bool kBlock = Accumulate::kScales == LoopScales::block;
-  static constexpr int kHalves = Accumulate::kHalves;
-  static constexpr int kHalfN = Config::kTileN / kHalves;
-  static constexpr int kPart = kHalfN / 2;  // accumulators a thread of one half
-  using Mma = ptx::WgmmaSp<Operand, kHalfN>;
+  static constexpr bool kScaled = Accumulate::kScales != LoopScales::none;
+  static constexpr int kN = Config::kStoredN;    // the warpgroup's columns
+  static constexpr int kPart = kN / 2;           // accumulators a thread of one block
+  static constexpr int kColumns = kN % 16 == 0 ? 16 : 8;
+  using Mma = ptx::WgmmaSp<Operand, kN>;
   static_assert(Operand::kSelector1 == 0, "the selector of both steps is taken to be 0");
 
   static constexpr int kUnits = Config::kUnits;                     // groups of wgmmas a stage and half
   static constexpr int kUnitSteps = 2 / kUnits;                     // wgmmas of a group
   static constexpr int kPiece = kUnits == 2 ? 1 : Accumulate::kSteps / 2;  // stages of a piece
 
-  float part[kHalves][kPart];
-  float sum[kHalves * kPart];  // as the accumulators of one wgmma of the whole width
+  float part[2][kPart];
+  float sum[2][kPart];
 
   __device__ __forceinline__ PromotedSum(uint32_t shared, int warpgroup) {
     const int lane = threadIdx.x % 32;
-    columns0 = shared + offsetof(Shared, loop_scales) + 16 * (lane % 4);
-    rows0 = shared + offsetof(Shared, loop_scales) + 4 * Config::kTileN +
-            4 * (kBlock ? warpgroup : static_cast<int>(threadIdx.x) / 32 * 16 + lane / 4);
+    const uint32_t slots = shared + offsetof(Shared, loop_scales);
+    // This lane's columns of 16 lie side by side (see load_scales).
+    columns0 = slots + 16 * (lane % 4) + (kColumns == 16 ? 4 * kN : 8) * warpgroup;
+    rows0 = slots + 4 * Config::kTileN +
+            (kBlock ? 0 : 4 * (static_cast<int>(threadIdx.x) % 128 / 32 * 16 + lane / 4));
   }
 
   // Sums k_blocks stages, the next of the ring, into `sum`.
@@ -71,22 +75,9 @@ struct PromotedSum {
   // all, once in kBody stages, while the other warpgroup multiplies.
   __device__ __forceinline__ void run(int k_blocks, const Stages& stages, Position& ring) {
 #pragma unroll
-    for (int i = 0; i < kHalves * kPart; ++i) sum[i] = 0.0f;
+    for (int i = 0; i < 2 * kPart; ++i) sum[i / kPart][i % kPart] = 0.0f;
     int k = 0;
-    if constexpr (kHalves == 1) {
-#pragma unroll 1
-      for (; k + kPiece <= k_blocks; k += kPiece) {
-        whole_stage<true>(stages, ring);
-#pragma unroll
-        for (int s = 1; s < kPiece; ++s) whole_stage<false>(stages, ring);
-        drain(stages, true);
-      }
-#pragma unroll 1
-      for (; k < k_blocks; ++k) {
-        whole_stage<true>(stages, ring);
-        drain(stages, true);
-      }
-    } else if constexpr (kPiece > 1) {
+    if constexpr (kPiece > 1) {
       stage<true>(stages, ring, true, false);
 #pragma unroll 1
       for (k = 1; k + kPiece <= k_blocks; k += kPiece) {
@@ -121,17 +112,17 @@ struct PromotedSum {
  private:
   uint32_t reading = 0;          // the stage that Y has in flight
   uint32_t columns0, rows0;      // where this lane's columns and rows have their scales
+  float column[kScaled ? kN / 4 : 1];  // those of its columns, for X's piece and then Y's
 
-  // Starts one half's wgmmas of a unit.
-  __device__ __forceinline__ void issue(const Stages& stages, int half, int unit, uint32_t stage,
+  // Starts one block's wgmmas of a unit.
+  __device__ __forceinline__ void issue(const Stages& stages, int block, int unit, uint32_t stage,
                                         Meta meta, bool begins) {
-    const uint64_t desc_a = stages.desc_a(stage);
-    const uint64_t desc_b = stages.desc_b(stage) + half * (kHalfN * kRowBytesB >> 4);
+    const uint64_t desc_a = stages.desc_a(stage, block), desc_b = stages.desc_b(stage);
     ptx::wgmma_fence();
 #pragma unroll
     for (int i = 0; i < kUnitSteps; ++i) {
       const int step = unit * kUnitSteps + i;
-      Mma::template issue<0>(part[half], desc_a + step * (32 >> 4), desc_b + step * (64 >> 4),
+      Mma::template issue<0>(part[block], desc_a + step * (32 >> 4), desc_b + step * (64 >> 4),
                              Operand::meta_word(meta, step), !(begins && i == 0));
     }
     ptx::wgmma_commit();
@@ -142,10 +133,11 @@ struct PromotedSum {
   // `begins` and `ends`: the stage does so with a piece.
   template <bool First>
   __device__ __forceinline__ void stage(const Stages& stages, Position& ring, bool begins, bool ends) {
-    const Meta meta = stages.await(ring, First);
+    stages.await(ring, First);
+    const Meta meta[2] = {stages.meta(ring.stage, 0), stages.meta(ring.stage, 1)};
 #pragma unroll
     for (int unit = 0; unit < kUnits; ++unit) {
-      issue(stages, 0, unit, ring.stage, meta, kUnits == 2 || begins);
+      issue(stages, 0, unit, ring.stage, meta[0], kUnits == 2 || begins);
       if (unit > 0) {
         ptx::wgmma_wait<1>();
         add(1, ring.stage, unit - 1);
@@ -153,24 +145,12 @@ struct PromotedSum {
         ptx::wgmma_wait<1>();
         if (begins) add(1, reading, kUnits - 1);
       }
-      issue(stages, 1, unit, ring.stage, meta, kUnits == 2 || begins);
+      issue(stages, 1, unit, ring.stage, meta[1], kUnits == 2 || begins);
       // The stage before has been read since that wait; first the tensor core got its work.
       if (!First && unit == 0) stages.release(reading);
+      fetch_columns(ring.stage, unit);
       ptx::wgmma_wait<1>();
       if (kUnits == 2 || ends) add(0, ring.stage, unit);
-    }
-    reading = ring.stage;
-    ring.advance();
-  }
-
-  // The same of whole rows; the First of a piece finds nothing in flight.
-  template <bool First>
-  __device__ __forceinline__ void whole_stage(const Stages& stages, Position& ring) {
-    const Meta meta = stages.await(ring, First);
-    issue(stages, 0, 0, ring.stage, meta, First);
-    if constexpr (!First) {
-      ptx::wgmma_wait<1>();
-      stages.release(reading);
     }
     reading = ring.stage;
     ring.advance();
@@ -180,50 +160,55 @@ struct PromotedSum {
   __device__ __forceinline__ void drain(const Stages& stages, bool x_too) {
     ptx::wgmma_wait<0>();
     if (x_too) add(0, reading, kUnits - 1);
-    if constexpr (kHalves == 2) add(1, reading, kUnits - 1);
+    add(1, reading, kUnits - 1);
     stages.release_last(reading);
   }
 
-  // Adds one half's piece, which has been waited for, to the sum. `part` and `sum` pass through empty
+  // Reads the scales of this lane's columns, while wgmmas run.
+  __device__ __forceinline__ void fetch_columns(uint32_t stage, int unit) {
+    if constexpr (kScaled) {
+      const uint32_t slot = columns0 + (stage * kUnits + unit) * Config::kScaleSlotBytes;
+#pragma unroll
+      for (int n = 0; n < kN; n += kColumns) {
+        float* to = column + n / 4;
+        if constexpr (kColumns == 16) {
+          const float4 four = ptx::load_shared<float4>(slot + 4 * n);
+          to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
+        } else {
+          const float2 two = ptx::load_shared<float2>(slot);
+          to[0] = two.x, to[1] = two.y;
+        }
+      }
+    }
+  }
+
+  // Adds one block's piece, which has been waited for, to the sum. `part` and `sum` pass through empty
   // statements: the compiler takes `part` for known as soon as its wgmma has been started, and would
   // move additions into later branches, where ptxas no longer sees that the wgmma has ended (C7514).
-  __device__ __forceinline__ void add(int half, uint32_t stage, int unit) {
+  __device__ __forceinline__ void add(int block, uint32_t stage, int unit) {
 #pragma unroll
-    for (int i = 0; i < kPart; ++i) asm volatile("" : "+f"(part[half][i])::"memory");
-    float* to = sum + half * kPart;
-    const uint32_t slot = (stage * kUnits + unit) * Config::kScaleSlotBytes;
-    if constexpr (Accumulate::kScales == LoopScales::none) {
+    for (int i = 0; i < kPart; ++i) asm volatile("" : "+f"(part[block][i])::"memory");
+    if constexpr (!kScaled) {
 #pragma unroll
-      for (int i = 0; i < kPart; ++i) to[i] += part[half][i];
+      for (int i = 0; i < kPart; ++i) sum[block][i] += part[block][i];
     } else {
-      const float row[2] = {ptx::load_shared<float>(rows0 + slot),
-                            kBlock ? 0.0f : ptx::load_shared<float>(rows0 + slot + 32)};
-      // This lane's columns of 16 lie side by side (see load_scales).
-      constexpr int kColumns = kHalfN % 16 == 0 ? 16 : 8;
+      const uint32_t slot = rows0 + (stage * kUnits + unit) * Config::kScaleSlotBytes +
+                            4 * (kBlock ? 1 : kBlockRows) * block;
+      const float row[2] = {ptx::load_shared<float>(slot),
+                            kBlock ? 0.0f : ptx::load_shared<float>(slot + 32)};
 #pragma unroll
-      for (int n = 0; n < kHalfN; n += kColumns) {
-        float col[4];
-        if constexpr (kColumns == 16) {
-          const float4 four = ptx::load_shared<float4>(columns0 + slot + (half * kHalfN + n) * 4);
-          col[0] = four.x, col[1] = four.y, col[2] = four.z, col[3] = four.w;
-        } else {
-          const float2 two = ptx::load_shared<float2>(columns0 + slot + half * 8);
-          col[0] = two.x, col[1] = two.y;
-        }
+      for (int c = 0; c < kN / 4; ++c) {
+        const float scale = kBlock ? column[c] * row[0] : column[c];
 #pragma unroll
-        for (int c = 0; c < kColumns / 4; ++c) {
-          if constexpr (kBlock) col[c] *= row[0];
-#pragma unroll
-          for (int h = 0; h < 2; ++h) {
-            const int i = n / 2 + 4 * (c / 2) + 2 * h + c % 2;
-            const float value = kBlock ? part[half][i] : part[half][i] * row[h];
-            to[i] = fmaf(value, col[c], to[i]);
-          }
+        for (int h = 0; h < 2; ++h) {
+          const int i = 4 * (c / 2) + 2 * h + c % 2;
+          const float value = kBlock ? part[block][i] : part[block][i] * row[h];
+          sum[block][i] = fmaf(value, scale, sum[block][i]);
         }
       }
     }
 #pragma unroll
-    for (int i = 0; i < kPart; ++i) asm volatile("" : "+f"(to[i])::"memory");
+    for (int i = 0; i < kPart; ++i) asm volatile("" : "+f"(sum[block][i])::"memory");
   }
 };
 
@@ -244,7 +229,7 @@ __device__ __forceinline__ void load_scales(const GemmArgs& args, uint32_t share
                                             uint32_t m_rank) {
   using Shared = typename Config::Shared;
   constexpr bool kBlock = kOfA && Config::Accumulate::kScales == LoopScales::block;
-  constexpr int kCount = !kOfA ? Config::kTileN : kBlock ? Config::kConsumers : Config::kTileM;
+  constexpr int kCount = !kOfA ? Config::kTileN : kBlock ? Config::kRowBlocks : Config::kTileM;
   constexpr int kApart = kBlock ? kBlockRows : 1;  // rows
   constexpr int kEach = (kCount + 31) / 32;
   constexpr int kUnits = Config::kUnits, kUnitSteps = 2 / kUnits;
@@ -254,6 +239,7 @@ __device__ __forceinline__ void load_scales(const GemmArgs& args, uint32_t share
   const int last = (kOfA ? args.m : args.n) - 1, rows = kOfA ? args.scale_a_rows : 1;
   const int stride = kOfA ? args.scale_a_stride : args.scale_b_stride;
   const int steps = kOfA ? args.scale_a_steps : args.scale_b_steps;
+  const int along = kOfA ? args.scale_a_along : args.scale_b_along;
   // Of 16 columns, those that a lane of the accumulators holds, 2q, 2q + 1, 2q + 8 and 2q + 9, become
   // neighbours: the wgmmas fill the port of shared memory, so they are read as few times as can be.
   const int place = kOfA ? Config::kTileN + lane
@@ -275,7 +261,8 @@ __device__ __forceinline__ void load_scales(const GemmArgs& args, uint32_t share
       for (int unit = 0; unit < kUnits; ++unit) {
         const uint32_t slot = slots + (ring.stage * kUnits + unit) * Config::kScaleSlotBytes;
         // The last stage may have a step past K, where all products are 0: not so its scale.
-        const float* from = scales + min(2 * k + unit * kUnitSteps, args.k_steps - 1) / steps;
+        const float* from =
+            scales + min(2 * k + unit * kUnitSteps, args.k_steps - 1) / steps * along;
 #pragma unroll
         for (int i = 0; i < kEach; ++i)
           if (i * 32 + lane < kCount) ptx::copy_async(slot + 4 * i * 32, from + row[i]);

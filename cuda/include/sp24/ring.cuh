@@ -39,7 +39,7 @@ template <class Config>
 struct StageReader {
   using Shared = typename Config::Shared;
   using Meta = typename Config::Operand::Meta;
-  static constexpr uint32_t kStageA = Config::kConsumers * Config::kBlockBytes;
+  static constexpr uint32_t kStageA = Config::kRowBlocks * Config::kBlockBytes;
   static constexpr uint32_t kStageB = Config::kTileN * kRowBytesB;
 
   __device__ __forceinline__ StageReader(uint32_t shared, uint32_t m_rank, int part, int warpgroup)
@@ -53,14 +53,18 @@ struct StageReader {
     arrives_there = lane < Config::kCluster && lane != m_rank;
     arrives_here = lane == m_rank || (!Config::kGathers && kArrivingLanes == 32);
     there = ptx::map_to_cta(empty, part * Config::kCluster + (arrives_there ? lane : m_rank));
-    const uint32_t a0 = shared + offsetof(Shared, a) + warpgroup * Config::kBlockBytes;
+    // Its own block of rows, or the first of those that all warpgroups share.
+    const uint32_t a0 =
+        shared + offsetof(Shared, a) + (Config::kPromoted ? 0 : warpgroup * Config::kBlockBytes);
     meta0 = a0 + Config::Operand::kBlockValueBytes + (threadIdx.x % 128) * sizeof(Meta);
     desc_a0 = ptx::descriptor<2, 512>(a0);
-    desc_b0 = ptx::descriptor<1, 1024>(shared + offsetof(Shared, b));
+    desc_b0 = ptx::descriptor<1, 1024>(
+        shared + offsetof(Shared, b) +
+        (Config::kPromoted ? warpgroup * Config::kStoredN * kRowBytesB : 0));
   }
 
-  // The metadata of the ring's stage, once it has landed. `first`: of a sum.
-  __device__ __forceinline__ Meta await(const Ring<Config::kStages>& ring, bool first) const {
+  // Waits for the ring's stage. `first`: of a sum.
+  __device__ __forceinline__ void await(const Ring<Config::kStages>& ring, bool first) const {
     if (first_warp || !Config::kGathers) ptx::mbarrier_wait(full + ring.stage * 8, ring.parity);
     if constexpr (Config::kGathers) {
       if (first_warp && !first)
@@ -68,12 +72,15 @@ struct StageReader {
       else
         ptx::named_barrier_sync(has_landed, 128);
     }
-    return ptx::load_shared<Meta>(meta0 + ring.stage * kStageA);
+  }
+  // The metadata of a stage that has landed, of the warpgroup's block of rows of that number.
+  __device__ __forceinline__ Meta meta(uint32_t stage, int block = 0) const {
+    return ptx::load_shared<Meta>(meta0 + stage * kStageA + block * Config::kBlockBytes);
   }
   // Descriptors of the stage's first step. The second lies 32 bytes further in a row of A and 64 bytes
   // further in a row of B: inside the swizzle span, where the hardware swizzles the sum.
-  __device__ __forceinline__ uint64_t desc_a(uint32_t stage) const {
-    return desc_a0 + stage * (kStageA >> 4);
+  __device__ __forceinline__ uint64_t desc_a(uint32_t stage, int block = 0) const {
+    return desc_a0 + stage * (kStageA >> 4) + block * (Config::kBlockBytes >> 4);
   }
   __device__ __forceinline__ uint64_t desc_b(uint32_t stage) const {
     return desc_b0 + stage * (kStageB >> 4);

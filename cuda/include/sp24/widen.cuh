@@ -118,7 +118,8 @@ __device__ __forceinline__ void consume_widened(const GemmArgs& args, uint32_t s
 
   // Waits for the stage and starts its two steps.
   const auto multiply = [&](uint32_t (&a)[2][4], uint32_t accumulate) {
-    const uint32_t meta = stages.await(ring, accumulate == 0);
+    stages.await(ring, accumulate == 0);
+    const uint32_t meta = stages.meta(ring.stage);
     widen(ring.stage, a);
     const uint64_t desc_b = stages.desc_b(ring.stage);
     ptx::wgmma_fence();
