@@ -62,48 +62,51 @@ struct PromotedSum {
   //
   // Order, of one warpgroup. A group of wgmmas is waited for, by "all but the newest are done", before
   // its partial accumulators are read, and they are read before they are multiplied into again, which
-  // the fence before every group orders. A stage is released after both halves of it have been waited
-  // for and, where its slot holds scales, after they have been read: so `produce`'s conditions hold.
-  // Metadata: a stage's words are used by X and Y of that stage; when the next stage's are loaded X has
-  // been waited for, and Y is in flight. So the registers of neighbouring stages must differ: no word
-  // lives from one stage to the next, and check.py proves the rest on the machine code.
+  // the fence before every group orders. A stage is released after X and Y of it have been waited for
+  // and added, and so after its scales have arrived in registers: so `produce`'s conditions hold.
+  // Scales, and the next stage's metadata, are read while wgmmas run: beside them a load of shared memory
+  // takes long. The tensor core reads a stage's words of metadata until its wgmmas are done: `keep`, behind
+  // the wait that proves it, is there so that no other word gets their registers; check.py proves that on
+  // the machine code.
   //
   // ptxas lets accumulators be read while others are multiplied into only where it can follow both, or
   // it makes every wgmma wait (C7514): on all paths that join the same wgmmas must be in flight, and
   // the piece of one that is in flight from one round of a loop to the next must go on there. With
   // pieces of several stages a round ends inside a piece; with shorter ones it ends with a wait for
-  // all, once in kBody stages, while the other warpgroup multiplies.
+  // all, once in kBody stages, while the other warpgroup multiplies. So do metadata that a branch has read
+  // (C7513): whether they are read ahead does not depend on what is only known as the kernel runs.
   __device__ __forceinline__ void run(int k_blocks, const Stages& stages, Position& ring) {
 #pragma unroll
     for (int i = 0; i < 2 * kPart; ++i) sum[i / kPart][i % kPart] = 0.0f;
     int k = 0;
     if constexpr (kPiece > 1) {
-      stage<true>(stages, ring, true, false);
+      stage<true, false>(stages, ring, true, false);
 #pragma unroll 1
       for (k = 1; k + kPiece <= k_blocks; k += kPiece) {
 #pragma unroll
         for (int s = 1; s <= kPiece; ++s)
-          stage<false>(stages, ring, s % kPiece == 0, (s + 1) % kPiece == 0);
+          stage<false, false>(stages, ring, s % kPiece == 0, (s + 1) % kPiece == 0);
       }
 #pragma unroll
       for (int s = 1; s < kPiece; ++s) {
         if (k == k_blocks) break;
-        stage<false>(stages, ring, false, s + 1 == kPiece);
+        stage<false, false>(stages, ring, false, s + 1 == kPiece);
         ++k;
       }
       drain(stages, k % kPiece != 0);  // the last piece may be a shorter one
     } else {
-      constexpr int kBody = 4;
+      constexpr int kBody = kBlock ? 8 : 4;  // more would not fit the registers of scales of rows
 #pragma unroll 1
       for (; k + kBody <= k_blocks; k += kBody) {
-        stage<true>(stages, ring, true, true);
+        stage<true, true>(stages, ring, true, true);
 #pragma unroll
-        for (int s = 1; s < kBody; ++s) stage<false>(stages, ring, true, true);
+        for (int s = 1; s < kBody - 1; ++s) stage<false, true>(stages, ring, true, true);
+        stage<false, false>(stages, ring, true, true);
         drain(stages, false);
       }
 #pragma unroll 1
       for (; k < k_blocks; ++k) {
-        stage<true>(stages, ring, true, true);
+        stage<true, false>(stages, ring, true, true);
         drain(stages, false);
       }
     }
@@ -112,7 +115,9 @@ struct PromotedSum {
  private:
   uint32_t reading = 0;          // the stage that Y has in flight
   uint32_t columns0, rows0;      // where this lane's columns and rows have their scales
-  float column[kScaled ? kN / 4 : 1];  // those of its columns, for X's piece and then Y's
+  // Those of its columns, for X's piece and then Y's, and of the rows of either.
+  float column[kScaled ? kN / 4 : 1], row[2][2];
+  Meta meta[2], flying;  // read last, of X and Y; of Y in flight
 
   // Starts one block's wgmmas of a unit.
   __device__ __forceinline__ void issue(const Stages& stages, int block, int unit, uint32_t stage,
@@ -129,55 +134,83 @@ struct PromotedSum {
   }
 
   // One stage: the First, with nothing in flight, or one that finds Y of the stage before; it leaves
-  // its own.
+  // its own. With Ahead it waits for the next one too and reads its metadata, while its own wgmmas run:
+  // then that one, which is none of the First, does not.
   // `begins` and `ends`: the stage does so with a piece.
-  template <bool First>
+  template <bool First, bool Ahead>
   __device__ __forceinline__ void stage(const Stages& stages, Position& ring, bool begins, bool ends) {
-    stages.await(ring, First);
-    const Meta meta[2] = {stages.meta(ring.stage, 0), stages.meta(ring.stage, 1)};
+    if constexpr (First || kPiece > 1) {
+      stages.await(ring, First);
+      read_meta(stages, ring.stage);
+    }
+    Position next = ring;
+    next.advance();
+    const Meta own[2] = {meta[0], meta[1]};
 #pragma unroll
     for (int unit = 0; unit < kUnits; ++unit) {
-      issue(stages, 0, unit, ring.stage, meta[0], kUnits == 2 || begins);
+      issue(stages, 0, unit, ring.stage, own[0], kUnits == 2 || begins);
       if (unit > 0) {
         ptx::wgmma_wait<1>();
-        add(1, ring.stage, unit - 1);
+        add(1);
       } else if constexpr (!First) {
         ptx::wgmma_wait<1>();
-        if (begins) add(1, reading, kUnits - 1);
+        keep(flying);
+        if (begins) add(1);
       }
-      issue(stages, 1, unit, ring.stage, meta[1], kUnits == 2 || begins);
+      issue(stages, 1, unit, ring.stage, own[1], kUnits == 2 || begins);
       // The stage before has been read since that wait; first the tensor core got its work.
       if (!First && unit == 0) stages.release(reading);
-      fetch_columns(ring.stage, unit);
+      fetch_scales(ring.stage, unit);
+      if constexpr (Ahead)
+        if (unit == kUnits - 1) {
+          stages.await(next, false);
+          read_meta(stages, next.stage);
+        }
       ptx::wgmma_wait<1>();
-      if (kUnits == 2 || ends) add(0, ring.stage, unit);
+      keep(own[0]);
+      if (kUnits == 2 || ends) add(0);
     }
+    flying = own[1];
     reading = ring.stage;
-    ring.advance();
+    ring = next;
+  }
+  __device__ __forceinline__ void read_meta(const Stages& stages, uint32_t stage) {
+    meta[0] = stages.meta(stage, 0), meta[1] = stages.meta(stage, 1);
+  }
+  // A word that the tensor core may read until here: not to be given another's register before.
+  static __device__ __forceinline__ void keep(const Meta& meta) {
+    asm volatile("" ::"r"(meta.x), "r"(meta.y));
   }
 
   // Waits for all and adds Y's piece, and X's where it has not ended yet.
   __device__ __forceinline__ void drain(const Stages& stages, bool x_too) {
     ptx::wgmma_wait<0>();
-    if (x_too) add(0, reading, kUnits - 1);
-    add(1, reading, kUnits - 1);
+    keep(flying);
+    if (x_too) add(0);
+    add(1);
     stages.release_last(reading);
   }
 
-  // Reads the scales of this lane's columns, while wgmmas run.
-  __device__ __forceinline__ void fetch_columns(uint32_t stage, int unit) {
+  // Reads the scales of a unit, while its wgmmas run.
+  __device__ __forceinline__ void fetch_scales(uint32_t stage, int unit) {
     if constexpr (kScaled) {
-      const uint32_t slot = columns0 + (stage * kUnits + unit) * Config::kScaleSlotBytes;
+      const uint32_t slot = (stage * kUnits + unit) * Config::kScaleSlotBytes;
 #pragma unroll
       for (int n = 0; n < kN; n += kColumns) {
         float* to = column + n / 4;
         if constexpr (kColumns == 16) {
-          const float4 four = ptx::load_shared<float4>(slot + 4 * n);
+          const float4 four = ptx::load_shared<float4>(columns0 + slot + 4 * n);
           to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
         } else {
-          const float2 two = ptx::load_shared<float2>(slot);
+          const float2 two = ptx::load_shared<float2>(columns0 + slot);
           to[0] = two.x, to[1] = two.y;
         }
+      }
+#pragma unroll
+      for (int b = 0; b < 2; ++b) {
+        const uint32_t from = rows0 + slot + 4 * (kBlock ? 1 : kBlockRows) * b;
+        row[b][0] = ptx::load_shared<float>(from);
+        row[b][1] = kBlock ? 0.0f : ptx::load_shared<float>(from + 32);
       }
     }
   }
@@ -185,24 +218,20 @@ struct PromotedSum {
   // Adds one block's piece, which has been waited for, to the sum. `part` and `sum` pass through empty
   // statements: the compiler takes `part` for known as soon as its wgmma has been started, and would
   // move additions into later branches, where ptxas no longer sees that the wgmma has ended (C7514).
-  __device__ __forceinline__ void add(int block, uint32_t stage, int unit) {
+  __device__ __forceinline__ void add(int block) {
 #pragma unroll
     for (int i = 0; i < kPart; ++i) asm volatile("" : "+f"(part[block][i])::"memory");
     if constexpr (!kScaled) {
 #pragma unroll
       for (int i = 0; i < kPart; ++i) sum[block][i] += part[block][i];
     } else {
-      const uint32_t slot = rows0 + (stage * kUnits + unit) * Config::kScaleSlotBytes +
-                            4 * (kBlock ? 1 : kBlockRows) * block;
-      const float row[2] = {ptx::load_shared<float>(slot),
-                            kBlock ? 0.0f : ptx::load_shared<float>(slot + 32)};
 #pragma unroll
       for (int c = 0; c < kN / 4; ++c) {
-        const float scale = kBlock ? column[c] * row[0] : column[c];
+        const float scale = kBlock ? column[c] * row[block][0] : column[c];
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           const int i = 4 * (c / 2) + 2 * h + c % 2;
-          const float value = kBlock ? part[block][i] : part[block][i] * row[h];
+          const float value = kBlock ? part[block][i] : part[block][i] * row[block][h];
           sum[block][i] = fmaf(value, scale, sum[block][i]);
         }
       }
