@@ -127,10 +127,10 @@ int main() {
                                                 stages, accumulate)),                                \
                  #operand, #out, #order, scales[static_cast<int>(Config::Accumulate::kScales)]);     \
   }
-#define SP24_WIDENED(operand, out, order, tile_n, consumers, cluster, stages, scales)            \
-  gemm<SP24_WIDENED_CONFIG(operand, out, order, tile_n, consumers, cluster, stages, scales)>(    \
-      SP24_STRING(SP24_WIDENED_NAME(operand, out, order, tile_n, consumers, cluster, stages,     \
-                                    scales)),                                                    \
+#define SP24_WIDENED(operand, out, order, tile_n, consumers, cluster, stages, split, scales)         \
+  gemm<SP24_WIDENED_CONFIG(operand, out, order, tile_n, consumers, cluster, stages, split, scales)>( \
+      SP24_STRING(SP24_WIDENED_NAME(operand, out, order, tile_n, consumers, cluster, stages, split,  \
+                                    scales)),                                                        \
       #operand, #out, #order, "none", #scales);
 #define SP24_PACK_WIDENED(scales) \
   pack_widened(SP24_STRING(SP24_PACK_WIDENED_NAME(scales)), #scales);

@@ -53,6 +53,28 @@ def weight_scales(spec: ScaleSpec) -> WeightScales:
     return "block"
 
 
+#: Exponents of the largest scales, by the type that weights are widened to, under which no code but
+#: NaN leaves it: 448 times 2^7 is 57344 in f16, and times 2^118 less than 2^127 in bf16.
+_MOST = {"bf16": 118, "f16": 7}
+#: The least power of two that is a value of f16. Of bf16 all of E8M0 are, but for code 0, 2^-127,
+#: which the kernels do not make.
+_LEAST_F16 = -24
+
+
+def plain(scale: Array | None, kind: WeightScales, name: str) -> bool:
+    """Whether a weight with such scales is widened to ``name`` without a limit: every product of a
+    finite code and a scale rounds to a finite value, and powers of two (mx) are values of the type.
+    Then a kernel may multiply by these in the type: the product in float32 is exact, 4 bits of a
+    code from 2^-9 on by at least 2^-126, so both ways round once."""
+    if kind == "none" or scale is None or not scale.size:
+        return True
+    if kind == "block":
+        return bool((np.abs(scale) <= 2.0 ** _MOST[name]).all())
+    exponent = scale.view(np.uint8).astype(np.int32) - _ONE
+    least = _LEAST_F16 if name == "f16" else 1 - _ONE
+    return bool(least <= exponent.min() and exponent.max() <= _MOST[name])
+
+
 def blocks(m: int, k: int) -> tuple[int, int]:
     """Blocks along M and along K of a weight [m, k]; without columns one, of empty groups."""
     return -(-m // BLOCK_ROWS), max(1, -(-k // BLOCK_K))

@@ -227,7 +227,7 @@ class SparseWeight:
     ``widened`` is the type, that of the activations, that kernels widen the weight to before they
     multiply it, None where they multiply it as it is. The ``weight_scales`` that they do so with
     are in the image (`fragments`), not in ``scale``; ``limit`` is the largest magnitude then, as
-    two values of that type.
+    two values of that type, or 0 for a weight that `fragments.plain` knows to need none.
     """
 
     def __init__(
@@ -290,7 +290,8 @@ class SparseWeight:
         kind: fragments.WeightScales = "none"
         if activations is not None and operands(optype.name, activations).widened:
             widened, kind = operand_type(activations), fragments.weight_scales(spec)
-            limit = _limit_word(widened, info.overflow)
+            if not fragments.plain(packed.scale, kind, widened.name):
+                limit = _limit_word(widened, info.overflow)
         elif needs_widening(optype.name, spec):
             rows, columns = cast(tuple[int, int], spec.block)
             raise Sp24Error(

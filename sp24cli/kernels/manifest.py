@@ -38,7 +38,7 @@ class ArgumentLayout:
 class Entry:
     """One GEMM kernel.
 
-    ``tile_m``, ``tile_n``, ``tile_k`` are the logical sizes of one CTA's tile and of one stage,
+    ``tile_m``, ``tile_n``, ``tile_k`` are the logical sizes of one CTA's tile and of one block,
     ``cluster`` the CTAs along M that share B, ``split`` the CTAs that each sum a part of K of one
     tile, ``box_rows_b`` x ``box_bytes_b`` the box of B that one copy brings, ``block_bytes`` one
     block of the ``sm90`` image. ``scales`` are the kinds that it applies: none where D are the sums

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sp24cli import fragments
 from sp24cli.optypes import OPERAND_TYPES
 from sp24cli.packed import PackedMatrix, PackInfo, pack
 from sp24cli.reference import f32_bound, product, widened, widened_product, widening_bound
@@ -168,3 +169,46 @@ def test_a_sum_in_float32_stays_within_the_bound(dtype: Any) -> None:
     wrong[3, int(np.abs(w[3]).argmax())] *= np.float32(1 + 2.0 ** (1 - FORMATS[dtype][0]))
     moved = wrong.astype(np.float64) @ x.astype(np.float64).T
     assert (np.abs(moved - want) > f32_bound(sizes, 64))[3].any()
+
+
+@every_type
+def test_powers_of_two_of_a_plain_weight_multiply_in_the_type(dtype: Any) -> None:
+    """What a kernel makes of mx there, every code under every scale: the code as it is in the type
+    times the scale as it is in the type, rounded once, is the definition's operand bit for bit."""
+    name = "bf16" if dtype == BF16 else "f16"
+    exponents = np.arange(-126, 127)
+    stored = (exponents + 127).astype(np.uint8)
+    plain = np.array([fragments.plain(s[None], "mx", name) for s in stored])
+    first, last = exponents[plain][[0, -1]]
+    assert (first, last) == ((-126, 118) if name == "bf16" else (-24, 7))
+    assert plain.sum() == last - first + 1
+    code = np.arange(256, dtype=np.uint8).view(E4M3.dtype).astype(np.float64)[:, None]
+    scale = np.exp2(exponents[plain].astype(np.float64))
+    for exact in (code, scale):
+        assert np.array_equal(exact.astype(dtype).astype(np.float64), exact, equal_nan=True)
+    product = code * scale
+    assert np.array_equal(product.astype(np.float32).astype(np.float64), product, equal_nan=True)
+    m, k = scale.size, 512
+    info = PackInfo((m, k), "F32", "e4m3", ScaleSpec.parse("mx"), "given", "row", "satfinite")
+    values = np.broadcast_to(np.arange(256, dtype=np.uint8), (m, 256)).copy().view(E4M3.dtype)
+    meta = np.full((m, k // 8), 0x44, np.uint8)
+    of_row = np.repeat(stored[plain][:, None], k // 32, axis=1)
+    packed = PackedMatrix(info, values, meta, None, of_row.view(ml_dtypes.float8_e8m0fnu))
+    got = widened(packed, dtype).reshape(m, -1, 4)[:, :, :2].reshape(m, 256).T
+    want = np.array([[rounded(Fraction(v), dtype) for v in row] for row in np.nan_to_num(product)])
+    number = ~np.isnan(code[:, 0])
+    assert np.array_equal(got[number].astype(np.float64), want[number].astype(np.float64))
+    assert np.isnan(got[~number].astype(np.float64)).all() and np.isfinite(want.astype(float)).all()
+
+
+@every_type
+def test_no_scale_of_a_plain_weight_takes_a_code_beyond_the_type(dtype: Any) -> None:
+    name = "bf16" if dtype == BF16 else "f16"
+    most = np.float32(2.0 ** (118 if name == "bf16" else 7))
+    for scale, plain in ((most, True), (-most, True), (np.nextafter(most, np.inf), False)):
+        assert fragments.plain(np.array([[1, scale]], np.float32), "block", name) == plain
+    assert not fragments.plain(np.array([1, np.nan], np.float32), "block", name)
+    assert not fragments.plain(np.array([np.inf], np.float32), "block", name)
+    largest = np.float32(448) * most
+    assert np.isfinite(largest.astype(dtype).astype(np.float32))
+    assert fragments.plain(None, "none", name)

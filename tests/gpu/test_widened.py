@@ -135,7 +135,10 @@ def test_image_equals_numpys(
 
 #: Exponents of scales that reach from where every product is 0 (f16) or nearly subnormal (bf16: its
 #: least product is 2^-9 times the scale) to far past the end of the type; and to where none is.
+#: "plain" ends where kernels need no limit.
 EXPONENTS = {
+    ("bf16", "plain"): np.arange(-117, 118),
+    ("f16", "plain"): np.arange(-24, 7),
     ("bf16", "satfinite"): np.arange(-117, 128),
     ("f16", "satfinite"): np.arange(-126, 128),
     ("bf16", "nan"): np.arange(-117, 118),
@@ -144,9 +147,9 @@ EXPONENTS = {
 
 
 @in_f32
-@pytest.mark.parametrize("overflow", ["satfinite", "nan"])
+@pytest.mark.parametrize("scales", ["satfinite", "nan", "plain"])
 def test_every_code_at_every_place_under_extreme_scales(
-    device: Device, entry: manifest.Entry, overflow: str
+    device: Device, entry: manifest.Entry, scales: str
 ) -> None:
     """Each row holds all codes but NaN, at other places than its neighbours, and every block of
     scales another exponent: the product with the identity is the operand, bit for bit."""
@@ -155,14 +158,19 @@ def test_every_code_at_every_place_under_extreme_scales(
     codes = np.stack([np.roll(finite, 7 * row) for row in range(m)])
     for block in BLOCKS[entry.weight_scales][:2] or [None]:
         spec = spec_of(entry.weight_scales, block)
-        exponents = np.random.default_rng(3).permutation(EXPONENTS[entry.b_type, overflow])
+        exponents = np.random.default_rng(3).permutation(EXPONENTS[entry.b_type, scales])
         if entry.weight_scales == "none":
             exponents = exponents[exponents < 118]  # what float32 holds
         scale = scales_of(spec, spec.shape(m, k), exponents)
+        overflow = "nan" if scales == "nan" else "satfinite"
         packed = of_codes(codes, pairs_of(m, k), spec, scale, overflow)
+        if scales != "nan":
+            assert fragments.plain(scale, entry.weight_scales, entry.b_type) == (
+                scales == "plain" or spec.block is None
+            )
         want = operand(entry, packed)
         assert np.isfinite(want).all()
-        if overflow == "satfinite" and spec.block is not None:
+        if scales == "satfinite" and spec.block is not None:
             largest = float(ml_dtypes.finfo(OPERANDS[entry.type].b.dtype).max)
             assert (np.abs(want) == largest).any()
         assert_same_bits(identity_product(device, entry, packed), want)
@@ -203,10 +211,10 @@ def test_subnormal_bf16_operands(device: Device, gain: float) -> None:
     m, k = 64, 64
     random = np.random.default_rng(9)
     codes = random.integers(0, 127, (m, k // 2), np.uint8)
-    spec = ScaleSpec("block", (16, 16))
-    scale = scales_of(spec, spec.shape(m, k), np.arange(-126, -120))
-    packed = of_codes(codes, pairs_of(m, k), spec, scale, "satfinite")
-    for entry in (e for e in IN_F32 if (e.b_type, e.weight_scales) == ("bf16", "block")):
+    for entry in (e for e in IN_F32 if e.b_type == "bf16" and e.weight_scales != "none"):
+        spec = spec_of(entry.weight_scales, BLOCKS[entry.weight_scales][0])
+        scale = scales_of(spec, spec.shape(m, k), np.arange(-126, -120))
+        packed = of_codes(codes, pairs_of(m, k), spec, scale, "satfinite")
         want = operand(entry, packed) * np.float32(gain)
         assert (np.abs(operand(entry, packed)[want != 0]) < 2.0**-126).any()
         assert_same_bits(identity_product(device, entry, packed, gain), want)
@@ -240,10 +248,11 @@ def test_every_blocks_scale_is_its_own(
 
 @every_scaled
 def test_every_number_of_blocks_along_k(device: Device, entry: manifest.Entry) -> None:
-    """Fragments alternate between two sets of registers: sums of one stage, of two, of odd and even
-    numbers, and of more than the ring holds."""
+    """Fragments alternate between two sets of registers, and a stage may hold several blocks: sums
+    of every number of these, and of more than the ring holds."""
     block = BLOCKS[entry.weight_scales][0]
-    for blocks in (1, 2, 3, 4, 5, entry.stages, entry.stages + 1, 2 * entry.stages + 3):
+    ring = entry.stages * (1 if entry.tile_n > 64 else 2 if entry.tile_n > 16 else 4)
+    for blocks in (*range(1, 12), ring, ring + 1, ring + 4, 2 * ring + 3):
         problem = scaled_problem(entry.type, 130, 35, 64 * blocks - 4, block, entry.weight_scales)
         want = problem.exact.astype(np.float32).astype(OUT_DTYPES[entry.out_type])
         assert np.array_equal(run(device, entry, problem), want), blocks

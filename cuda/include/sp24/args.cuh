@@ -25,7 +25,7 @@ namespace sp24 {
   X(int32_t, scale_a_steps)   /* wgmma steps along K that share a scale of A, the same */     \
   X(int32_t, scale_b_steps)   /* the same for B */                                            \
   X(int32_t, k_steps)         /* wgmma steps that K reaches into, at least 1 */               \
-  X(uint32_t, operand_limit)  /* largest magnitude of a widened operand, twice */             \
+  X(uint32_t, operand_limit)  /* largest magnitude of a widened operand, twice; 0: none leaves it */ \
   X(int32_t, scale_a_along)   /* elements between scales of A along K, in the loop */         \
   X(int32_t, scale_b_along)   /* the same for B */
 

@@ -37,20 +37,26 @@ struct BlocksA {
       at[b] = a + (int64_t{block} * args.k_blocks + k) * Config::kBlockBytes;
     }
   }
-  // Tells a free stage what it will hold, and asks for its A.
-  __device__ __forceinline__ void fill(uint32_t shared, int stage, uint64_t policy) {
+  // Tells a free stage what it will hold, `count` blocks along K, and asks for its A.
+  __device__ __forceinline__ void fill(uint32_t shared, int stage, int count, uint64_t policy) {
     using Shared = typename Config::Shared;
+    constexpr int kRoom = Config::kStageBlocks * Config::kBlockBytes;
     const uint32_t full = shared + offsetof(Shared, full) + stage * 8;
-    const uint32_t to =
-        shared + offsetof(Shared, a) + stage * Config::kRowBlocks * Config::kBlockBytes;
-    ptx::mbarrier_arrive_expect_tx(full, Config::kStageBytes);
+    const uint32_t to = shared + offsetof(Shared, a) + stage * Config::kRowBlocks * kRoom;
+    ptx::mbarrier_arrive_expect_tx(full, count * (Config::kStageBytes / Config::kStageBlocks));
 #pragma unroll
     for (int b = 0; b < Config::kRowBlocks; ++b) {
-      ptx::bulk_copy(to + b * Config::kBlockBytes, at[b], Config::kBlockBytes, full, policy);
-      at[b] += Config::kBlockBytes;
+      ptx::bulk_copy(to + b * kRoom, at[b], count * Config::kBlockBytes, full, policy);
+      at[b] += count * Config::kBlockBytes;
     }
   }
 };
+
+// Blocks of a stage when `left` of a sum are left.
+template <class Config>
+__device__ __forceinline__ int blocks_of_stage(int left) {
+  return Config::kStageBlocks == 1 ? 1 : min(left, Config::kStageBlocks);
+}
 
 // One thread. Asks for A of the first round of the ring, while the kernel before may still run: of
 // what it leaves behind A is no part (a weight is uploaded and done before it is used).
@@ -67,7 +73,10 @@ __device__ __forceinline__ void fill_first_round(const GemmArgs& args, uint32_t 
   if (!schedule.next(m_rank, m0, n0)) return;
   BlocksA<Config> blocks(args, m0, share.first);
   const uint64_t policy = ptx::l2_policy(args.read_once & 1);
-  for (int s = 0; s < min(share.blocks, Config::kStages); ++s) blocks.fill(shared, s, policy);
+  for (int s = 0, left = share.blocks; s < Config::kStages && left > 0; ++s) {
+    blocks.fill(shared, s, blocks_of_stage<Config>(left), policy);
+    left -= Config::kStageBlocks;
+  }
 }
 
 // One thread. Fills stages: the tile's blocks of A for this CTA, and this CTA's share of B for
@@ -99,30 +108,39 @@ __device__ __forceinline__ void produce(const CUtensorMap* map_b, const GemmArgs
   if (boxes <= kPrefetchBoxes * gridDim.x)
     for (int box = blockIdx.x; box < boxes; box += gridDim.x)
       ptx::tensor_prefetch(map_b, box / boxes_n * kRowBytesB, box % boxes_n * Config::kBoxRowsB);
-  int first_round = Config::kFillsEarly ? min(share.blocks, Config::kStages) : 0;  // what is left of it
+  // Stages that are left of the first round.
+  const int stages = (share.blocks + Config::kStageBlocks - 1) / Config::kStageBlocks;
+  int first_round = Config::kFillsEarly ? min(stages, Config::kStages) : 0;
   for (int m0, n0; schedule.next(m_rank, m0, n0);) {
-    BlocksA<Config> blocks(args, m0, share.first + first_round);
+    BlocksA<Config> blocks(args, m0, share.first + first_round * Config::kStageBlocks);
+    const int end = share.first + share.blocks;
 #pragma unroll 1
-    for (int k = share.first; k < share.first + share.blocks; ++k) {
+    for (int k = share.first; k < end; k += Config::kStageBlocks) {
+      const int count = blocks_of_stage<Config>(end - k);
       if (first_round > 0) {
         --first_round;
       } else {
         // The first round finds the barrier fresh: the phase before its first counts as complete.
         ptx::mbarrier_wait(shared + offsetof(Shared, empty) + ring.stage * 8, ring.parity ^ 1);
-        blocks.fill(shared, ring.stage, policy_a);
+        blocks.fill(shared, ring.stage, count, policy_a);
       }
       const uint32_t full = shared + offsetof(Shared, full) + ring.stage * 8;
-      const uint32_t stage_b = shared + offsetof(Shared, b) +
-                               (ring.stage * Config::kTileN + m_rank * Config::kBoxRowsB) *
+#pragma unroll
+      for (int j = 0; j < Config::kStageBlocks; ++j) {
+        if (j >= count) break;
+        const uint32_t box_b = shared + offsetof(Shared, b) +
+                               ((ring.stage * Config::kStageBlocks + j) * Config::kTileN +
+                                m_rank * Config::kBoxRowsB) *
                                    kRowBytesB;
-      if constexpr (Config::kCluster == 1)
-        ptx::tensor_copy(stage_b, map_b, k * kRowBytesB, n0, full, policy_b);
-      else
-        ptx::tensor_copy_multicast(stage_b, map_b, k * kRowBytesB,
-                                   n0 + m_rank * Config::kBoxRowsB, full,
-                                   static_cast<uint16_t>(((1 << Config::kCluster) - 1)
-                                                         << part * Config::kCluster),
-                                   policy_b);
+        if constexpr (Config::kCluster == 1)
+          ptx::tensor_copy(box_b, map_b, (k + j) * kRowBytesB, n0, full, policy_b);
+        else
+          ptx::tensor_copy_multicast(box_b, map_b, (k + j) * kRowBytesB,
+                                     n0 + m_rank * Config::kBoxRowsB, full,
+                                     static_cast<uint16_t>(((1 << Config::kCluster) - 1)
+                                                           << part * Config::kCluster),
+                                     policy_b);
+      }
       ring.advance();
     }
   }
@@ -275,7 +293,7 @@ __device__ __forceinline__ void gemm(const CUtensorMap& map_b, const GemmArgs& a
     if constexpr (Config::kPromoted)
       consume_promoted<Config>(args, shared, m_rank, warp / 4);
     else if constexpr (Config::Operand::kWidened)
-      consume_widened<Config>(args, shared, m_rank, warp / 4);
+      widen_and_consume<Config>(args, shared, m_rank, part, warp / 4);
     else
       consume<Config>(args, shared, m_rank, part, warp / 4);
   }

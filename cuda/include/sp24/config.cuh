@@ -60,7 +60,11 @@ struct GemmConfig {
   static constexpr int kRowBlocks = kPromoted ? 2 : kConsumers;  // a tile's blocks of 64 rows
   static constexpr int kStoredBlocks = kPromoted ? 2 : 1;        // those of a warpgroup
   static constexpr int kTileM = kRowBlocks * kBlockRows;
-  static constexpr int kTileK = kRowBytesB / Operand::kItemBytes;  // logical K of a stage
+  // Blocks along K of a stage. With few columns instructions set the pace of weights that are widened, and
+  // several blocks share those that a stage costs: four where their registers leave room, or two.
+  static constexpr int kStageBlocks =
+      !Operand::kWidened || kTileN > 64 ? 1 : kTileN > 16 ? 2 : 4;
+  static constexpr int kTileK = kRowBytesB / Operand::kItemBytes;  // logical K of a block
   static constexpr int kThreads = (kConsumers + 1) * 128;          // the last warpgroup produces
   // Registers a thread once the roles are known: what the launch gave an SM's threads, shared out again.
   static constexpr int kProducerRegisters = 40;
@@ -111,11 +115,11 @@ struct GemmConfig {
   static_assert(kCluster == 1 || kBoxRowsB % 8 == 0, "a share of B is whole swizzle atoms");
   static_assert(Operand::kWidened ? kBlockBytes % 16 == 0 : kBlockBytes % 512 == 0,
                 "a bulk copy is of 16 bytes, a 64-byte swizzle atom is 512");
-  static_assert(!Operand::kWidened || (kSplit == 1 && !kPromoted), "what consume_widened does");
+  static_assert(!Operand::kWidened || !kPromoted, "what consume_widened does");
 
   struct alignas(1024) Shared {
-    uint8_t b[kStages][kTileN * kRowBytesB];
-    uint8_t a[kStages][kRowBlocks][kBlockBytes];
+    uint8_t b[kStages][kStageBlocks][kTileN * kRowBytesB];
+    uint8_t a[kStages][kRowBlocks][kStageBlocks * kBlockBytes];
     // Chunks of D on their way out, two in turn a warpgroup.
     uint8_t chunks[kConsumers][2][kTurned ? 32 * kBlockRows : 16];
     float scales[kConsumers][2][kStoredN + 2 * kStoredBlocks * kBlockRows];  // see TileScales
@@ -125,6 +129,7 @@ struct GemmConfig {
     ExchangeShared<kConsumers, kSplit, kStoredN / 8> exchange;
   };
   static constexpr uint32_t kStageBytes = sizeof(Shared::b) / kStages + sizeof(Shared::a) / kStages;
+  static_assert(kStageBlocks == 1 || Operand::kWidened, "what consume_widened does");
   static_assert(sizeof(Shared) <= 227 * 1024, "shared memory of one CTA on sm_90");
 };
 

@@ -24,15 +24,15 @@
 #define SP24_PROMOTED_NAME(operand, out, order, tile_n, consumers, cluster, stages, accumulate) \
   gemm_##operand##_##out##_##order##_n##tile_n##_w##consumers##_c##cluster##_s##stages##_##accumulate
 #define SP24_PACK_NAME(operand) pack_##operand
-#define SP24_WIDENED_CONFIG(operand, out, order, tile_n, consumers, cluster, stages, scales)      \
-  sp24::GemmConfig<sp24::operand<sp24::WeightScales::scales>, sp24::out_##out, sp24::Order::order, \
-                   tile_n, consumers, cluster, stages, 1>
+#define SP24_WIDENED_CONFIG(operand, out, order, tile_n, consumers, cluster, stages, split, scales) \
+  sp24::GemmConfig<sp24::operand<sp24::WeightScales::scales>, sp24::out_##out, sp24::Order::order,   \
+                   tile_n, consumers, cluster, stages, split>
 // The name ends in the scales of the weights, where there are some.
 #define SP24_WEIGHT_SCALES_NAME_none
 #define SP24_WEIGHT_SCALES_NAME_block _block
 #define SP24_WEIGHT_SCALES_NAME_mx _mx
-#define SP24_WIDENED_NAME(operand, out, order, tile_n, consumers, cluster, stages, scales)        \
-  SP24_JOIN(gemm_##operand##_##out##_##order##_n##tile_n##_w##consumers##_c##cluster##_s##stages, \
+#define SP24_WIDENED_NAME(operand, out, order, tile_n, consumers, cluster, stages, split, scales)     \
+  SP24_JOIN(SP24_GEMM_NAME(operand, out, order, tile_n, consumers, cluster, stages, split),           \
             SP24_WEIGHT_SCALES_NAME_##scales)
 #define SP24_PACK_WIDENED_NAME(scales) pack_widened_##scales
 

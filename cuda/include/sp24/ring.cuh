@@ -39,8 +39,9 @@ template <class Config>
 struct StageReader {
   using Shared = typename Config::Shared;
   using Meta = typename Config::Operand::Meta;
-  static constexpr uint32_t kStageA = Config::kRowBlocks * Config::kBlockBytes;
-  static constexpr uint32_t kStageB = Config::kTileN * kRowBytesB;
+  static constexpr uint32_t kStageA = Config::kRowBlocks * Config::kStageBlocks * Config::kBlockBytes;
+  static constexpr uint32_t kBlockB = Config::kTileN * kRowBytesB;
+  static constexpr uint32_t kStageB = Config::kStageBlocks * kBlockB;
 
   __device__ __forceinline__ StageReader(uint32_t shared, uint32_t m_rank, int part, int warpgroup)
       : full(shared + offsetof(Shared, full)),
@@ -54,8 +55,8 @@ struct StageReader {
     arrives_here = lane == m_rank || (!Config::kGathers && kArrivingLanes == 32);
     there = ptx::map_to_cta(empty, part * Config::kCluster + (arrives_there ? lane : m_rank));
     // Its own block of rows, or the first of those that all warpgroups share.
-    const uint32_t a0 =
-        shared + offsetof(Shared, a) + (Config::kPromoted ? 0 : warpgroup * Config::kBlockBytes);
+    const uint32_t a0 = shared + offsetof(Shared, a) +
+                        (Config::kPromoted ? 0 : warpgroup * Config::kStageBlocks * Config::kBlockBytes);
     meta0 = a0 + Config::Operand::kBlockValueBytes + (threadIdx.x % 128) * sizeof(Meta);
     desc_a0 = ptx::descriptor<2, 512>(a0);
     desc_b0 = ptx::descriptor<1, 1024>(
@@ -73,7 +74,7 @@ struct StageReader {
         ptx::named_barrier_sync(has_landed, 128);
     }
   }
-  // The metadata of a stage that has landed, of the warpgroup's block of rows of that number.
+  // The metadata of a stage that has landed, of the warpgroup's block of that number: of rows, or along K.
   __device__ __forceinline__ Meta meta(uint32_t stage, int block = 0) const {
     return ptx::load_shared<Meta>(meta0 + stage * kStageA + block * Config::kBlockBytes);
   }

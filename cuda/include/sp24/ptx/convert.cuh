@@ -69,4 +69,16 @@ __device__ __forceinline__ uint32_t limited_bf16x2(uint32_t pair, uint32_t limit
   return pair;
 }
 
+// Products of two and two, rounded once, to nearest even; subnormals kept.
+__device__ __forceinline__ uint32_t multiplied_f16x2(uint32_t a, uint32_t b) {
+  uint32_t pair;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
+  return pair;
+}
+__device__ __forceinline__ uint32_t multiplied_bf16x2(uint32_t a, uint32_t b) {
+  uint32_t pair;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
+  return pair;
+}
+
 }  // namespace sp24::ptx
