@@ -37,13 +37,16 @@ struct BlocksA {
       at[b] = a + (int64_t{block} * args.k_blocks + k) * Config::kBlockBytes;
     }
   }
-  // Tells a free stage what it will hold, `count` blocks along K, and asks for its A.
-  __device__ __forceinline__ void fill(uint32_t shared, int stage, int count, uint64_t policy) {
+  // Tells a free stage what it will hold, `count` blocks along K of A and `rows_b` rows of B, and asks for
+  // its A.
+  __device__ __forceinline__ void fill(uint32_t shared, int stage, int count, int rows_b,
+                                       uint64_t policy) {
     using Shared = typename Config::Shared;
     constexpr int kRoom = Config::kStageBlocks * Config::kBlockBytes;
     const uint32_t full = shared + offsetof(Shared, full) + stage * 8;
     const uint32_t to = shared + offsetof(Shared, a) + stage * Config::kRowBlocks * kRoom;
-    ptx::mbarrier_arrive_expect_tx(full, count * (Config::kStageBytes / Config::kStageBlocks));
+    ptx::mbarrier_arrive_expect_tx(
+        full, count * (Config::kRowBlocks * Config::kBlockBytes + rows_b * kRowBytesB));
 #pragma unroll
     for (int b = 0; b < Config::kRowBlocks; ++b) {
       ptx::bulk_copy(to + b * kRoom, at[b], count * Config::kBlockBytes, full, policy);
@@ -56,6 +59,14 @@ struct BlocksA {
 template <class Config>
 __device__ __forceinline__ int blocks_of_stage(int left) {
   return Config::kStageBlocks == 1 ? 1 : min(left, Config::kStageBlocks);
+}
+
+// Rows of B that a tile's stages are given: those of the boxes that hold any. What is left in the others
+// reaches no column of D.
+template <class Config>
+__device__ __forceinline__ int rows_of_b(const GemmArgs& args, int n0) {
+  constexpr int kBox = Config::kBoxRowsB;
+  return Config::kCluster == 1 ? kBox : min(Config::kTileN, (args.n - n0 + kBox - 1) / kBox * kBox);
 }
 
 // One thread. Asks for A of the first round of the ring, while the kernel before may still run: of
@@ -73,8 +84,9 @@ __device__ __forceinline__ void fill_first_round(const GemmArgs& args, uint32_t 
   if (!schedule.next(m_rank, m0, n0)) return;
   BlocksA<Config> blocks(args, m0, share.first);
   const uint64_t policy = ptx::l2_policy(args.read_once & 1);
+  const int rows_b = rows_of_b<Config>(args, n0);
   for (int s = 0, left = share.blocks; s < Config::kStages && left > 0; ++s) {
-    blocks.fill(shared, s, blocks_of_stage<Config>(left), policy);
+    blocks.fill(shared, s, blocks_of_stage<Config>(left), rows_b, policy);
     left -= Config::kStageBlocks;
   }
 }
@@ -113,7 +125,7 @@ __device__ __forceinline__ void produce(const CUtensorMap* map_b, const GemmArgs
   int first_round = Config::kFillsEarly ? min(stages, Config::kStages) : 0;
   for (int m0, n0; schedule.next(m_rank, m0, n0);) {
     BlocksA<Config> blocks(args, m0, share.first + first_round * Config::kStageBlocks);
-    const int end = share.first + share.blocks;
+    const int end = share.first + share.blocks, rows_b = rows_of_b<Config>(args, n0);
 #pragma unroll 1
     for (int k = share.first; k < end; k += Config::kStageBlocks) {
       const int count = blocks_of_stage<Config>(end - k);
@@ -122,12 +134,12 @@ __device__ __forceinline__ void produce(const CUtensorMap* map_b, const GemmArgs
       } else {
         // The first round finds the barrier fresh: the phase before its first counts as complete.
         ptx::mbarrier_wait(shared + offsetof(Shared, empty) + ring.stage * 8, ring.parity ^ 1);
-        blocks.fill(shared, ring.stage, count, policy_a);
+        blocks.fill(shared, ring.stage, count, rows_b, policy_a);
       }
       const uint32_t full = shared + offsetof(Shared, full) + ring.stage * 8;
 #pragma unroll
       for (int j = 0; j < Config::kStageBlocks; ++j) {
-        if (j >= count) break;
+        if (j >= count || m_rank * Config::kBoxRowsB >= rows_b) break;
         const uint32_t box_b = shared + offsetof(Shared, b) +
                                ((ring.stage * Config::kStageBlocks + j) * Config::kTileN +
                                 m_rank * Config::kBoxRowsB) *

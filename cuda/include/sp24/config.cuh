@@ -128,7 +128,6 @@ struct GemmConfig {
     alignas(16) float loop_scales[kStages][kUnits][kScaledInLoop ? kSlotScales : 4];
     ExchangeShared<kConsumers, kSplit, kStoredN / 8> exchange;
   };
-  static constexpr uint32_t kStageBytes = sizeof(Shared::b) / kStages + sizeof(Shared::a) / kStages;
   static_assert(kStageBlocks == 1 || Operand::kWidened, "what consume_widened does");
   static_assert(sizeof(Shared) <= 227 * 1024, "shared memory of one CTA on sm_90");
 };

@@ -139,6 +139,8 @@ struct WgmmaSpRegisters;
             "n"(Sel));                                                                             \
     }                                                                                              \
   };
+#define SP24_DEFINE_WGMMA_SP_REGISTERS_8(OPERAND, TYPES, TAIL) \
+  SP24_DEFINE_WGMMA_SP_REGISTERS_(OPERAND, 8, TYPES, TAIL, 4, 4, 5, 6, 7, 8, 9, 10, 11)
 #define SP24_DEFINE_WGMMA_SP_REGISTERS_16(OPERAND, TYPES, TAIL) \
   SP24_DEFINE_WGMMA_SP_REGISTERS_(OPERAND, 16, TYPES, TAIL, 8, 8, 9, 10, 11, 12, 13, 14, 15)
 #define SP24_DEFINE_WGMMA_SP_REGISTERS_64(OPERAND, TYPES, TAIL) \
