@@ -40,10 +40,13 @@ SUITES: dict[str, tuple[Shape, ...]] = {
 }
 
 #: Names of all suites; see `suite`.
-SUITE_NAMES = (*SUITES, "select30", "grid")
+SUITE_NAMES = (*SUITES, "select30", "grid", "fit")
 
 #: The largest weight and output of made-up suites, in elements: what takes seconds to make.
 _MOST_ELEMENTS = 1 << 28
+
+#: Shapes of the suite ``fit``.
+_FIT_SHAPES = 200
 
 #: Rows drawn from one random stream; part of what a seed means, so not to be tuned.
 _STREAM_ROWS = 64
@@ -52,11 +55,14 @@ _STREAM_ROWS = 64
 def suite(name: str, seed: int) -> tuple[Shape, ...]:
     """The shapes of a suite.
 
-    ``grid`` is what the table of kernels is measured on, ``select30`` thirty shapes off that grid
-    to check the choice of kernels with; which thirty depends on the seed.
+    ``grid`` and ``fit`` are what the table of kernels is measured on, usual shapes and others,
+    ``select30`` thirty that are in neither, to check the choice of kernels with; which ones depends
+    on the seed.
     """
     if name == "grid":
         return grid_shapes()
+    if name == "fit":
+        return fit_shapes(_FIT_SHAPES, seed)
     if name == "select30":
         return select_shapes(30, seed)
     return SUITES[name]
@@ -88,6 +94,13 @@ def select_shapes(count: int, seed: int) -> tuple[Shape, ...]:
         if shape not in grid and _makable(shape):
             found[shape] = None
     return tuple(found)
+
+
+def fit_shapes(count: int, seed: int) -> tuple[Shape, ...]:
+    """``count`` shapes drawn as `select_shapes` does, but none that this seed gives there."""
+    kept = set(select_shapes(30, seed))
+    drawn = select_shapes(count + len(kept), seed + 1)
+    return tuple(shape for shape in drawn if shape not in kept)[:count]
 
 
 def _makable(shape: Shape) -> bool:

@@ -19,7 +19,7 @@ from sp24cli.bench.report import align, significant
 from sp24cli.bench.result import Failure, Progress, interrupted, mean_and_least
 from sp24cli.bench.statistics import rotation
 from sp24cli.errors import Sp24Error, VerificationError
-from sp24cli.gpu.select import Choice, candidates, choose, model_cycles, select
+from sp24cli.gpu.select import Choice, Selector, candidates
 from sp24cli.kernels import manifest
 from sp24cli.kernels.choices import Measured, Problem, Table, shipped
 
@@ -31,9 +31,9 @@ Array = npt.NDArray[Any]
 #: Graphs of each kernel, of which the fastest counts, and how often all take their turn.
 _REPEATS, _ROUNDS = 5, 3
 
-#: A kernel that the cycle model puts so many times behind the best is not timed: tiles of 8 columns
+#: A kernel that the model puts so many times behind the best is not timed: tiles of 8 columns
 #: at 8192 tokens take a hundred times as long, and so would the tuning.
-_HOPELESS = 2.5
+_HOPELESS = 2.0
 
 
 @dataclass(frozen=True)
@@ -84,10 +84,11 @@ def tune(
     cases: list[TunedCase] = []
     failures: list[Failure] = []
     known = [("table", table) for table in shipped() if table.gpu == device.name]
+    selector = Selector(device.sm_count, known)
     for i, case in enumerate(plan.cases, 1):
         say(f"[{i}/{len(plan.cases)}] {case.shape} {case.type}")
         try:
-            cases.append(_tuned(case, plan, device, instrument, known))
+            cases.append(_tuned(case, plan, device, instrument, selector))
         except Sp24Error as error:
             failures.append(Failure(case.shape, str(error), error.exit_code))
             continue
@@ -106,9 +107,9 @@ def _tuned(
     plan: BenchPlan,
     device: Device,
     instrument: Instrument,
-    known: Sequence[tuple[str, Table]],
+    selector: Selector,
 ) -> TunedCase:
-    """Times every kernel that may be the fastest, and the one that ``known`` and model choose."""
+    """Times every kernel that may be the fastest, and the one that ``selector`` chooses."""
     packed, tokens = case.load()
     types, shape = case.operands, case.shape
     input_bytes = a_bytes(shape, types.a, sparse=True) + b_bytes(shape, types.b)
@@ -118,10 +119,12 @@ def _tuned(
         stack.callback(operands.free)
         summation = operands.weights[0].summation(plan.accumulate, operands.scale_k)
         problem = Problem(case.type, case.out, plan.order, shape.m, shape.n, shape.k, summation)
-        choice: Choice = choose(problem, device.sm_count, known)
+        choice: Choice = selector.choose(problem)
+        likely = selector.times_us(problem)
+        limit = _HOPELESS * min(likely.values())
         kernels = []
         for entry in candidates(case.type, case.out, plan.order, summation):
-            if entry == choice.kernel or _hopeful(entry, problem, device):
+            if entry == choice.kernel or likely[entry.name] <= limit:
                 kernels.append(Ours(operands, plan.order, entry.name, plan.accumulate))
                 stack.callback(kernels[-1].free)
         _agree(case, plan, device, operands, kernels)
@@ -131,13 +134,6 @@ def _tuned(
                 us = instrument.quick_us(ours, _REPEATS)
                 times[ours.kernel.name] = min(us, times.get(ours.kernel.name, us))
     return TunedCase(Measured(problem, times), choice.kernel.name, choice.by)
-
-
-def _hopeful(entry: manifest.Entry, p: Problem, device: Device) -> bool:
-    """Whether the model does not rule this kernel out."""
-    best = select(p.type, p.out, p.order, p.m, p.n, p.k, device.sm_count, p.summation)
-    here, least = (model_cycles(e, p.m, p.n, p.k, device.sm_count) for e in (entry, best))
-    return here <= _HOPELESS * least
 
 
 def _agree(

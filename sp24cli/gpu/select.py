@@ -4,26 +4,25 @@
 
 1. a measurement of this very problem, the user's own (``cache``) before the package's (``table``):
    its fastest kernel;
-2. the nearest measured problem of the same types and order that lies within `NEAR`: the time of
-   each kernel there, carried over by the cycle model's ratio of the two problems, so that a last
-   round of tiles that only one of the two fills is accounted for; the least wins;
-3. the cycle model alone (``model``).
+2. the time of every kernel by the model (`gpu/model.py`), corrected by how far the model was off at
+   problems alike that either of them has measured (`gpu/correction.py`); the least wins;
+3. the model alone, on a GPU that nothing was measured on.
 
-Where nothing was measured for an output type and order, measurements of another one stand in,
-kernel by kernel: the tile decides, not what the epilogue writes.
+Measurements of all operand and output types and orders correct one another, since the kernels of
+one tile are alike; only the first rule asks for the same types.
 """
 
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING
 
 from sp24cli.errors import BadInputError, Sp24Error
 from sp24cli.fragments import WIDENED, weight_scales
+from sp24cli.gpu.correction import Correction
 from sp24cli.kernels import choices
 from sp24cli.kernels.choices import Measured, Problem, Table
 from sp24cli.kernels.manifest import SUMMATIONS, Entry, RungEntry, load
@@ -33,25 +32,6 @@ if TYPE_CHECKING:
     from sp24cli.gpu.device import Device
 
 _LOG = logging.getLogger(__name__)
-
-#: SM cycles per cycle that the wgmmas of a stage fill the read port of shared memory, and bytes a
-#: cycle that an SM gets from L2 beside others. Source: single timings on an H200, which rank
-#: the tiles so.
-_PORT_CYCLES, _L2_BYTES = 1.13, 43
-
-#: SM cycles that a tile takes beyond its stages, a column that its CTA stores, and to put the parts
-#: of a tile together that is split over K. Source: times on an H200 (cuda/README.md).
-_COLUMN_CYCLES, _EXCHANGE_CYCLES = 14, 2000
-
-#: The share of the SMs that clusters of so many CTAs find in whole processor clusters. Source: the
-#: occupancy query on an H200, 30 clusters of 4 on 132 SMs.
-_CLUSTER_SHARE = {4: 120 / 132}
-
-#: The narrowest wgmma.
-_LEAST_N = 8
-
-#: How far a measured problem may lie and still decide, in octaves; see `distance`.
-NEAR = 1.0
 
 
 @dataclass(frozen=True)
@@ -138,122 +118,55 @@ def cta_tiles(entry: Entry | RungEntry, m: int, n: int) -> int:
     return -(-m // (entry.tile_m * entry.cluster)) * entry.cluster_ctas * -(-n // entry.tile_n)
 
 
-def step_cycles(entry: Entry) -> float:
-    """SM cycles of a stage: those of its wgmmas or of its bytes, whichever are more, and a little
-    above where both are alike."""
-    # The port reads 128 bytes a cycle: of B a row, of A 32 times 128 bytes, for each warpgroup.
-    port = _PORT_CYCLES * entry.consumers * (entry.tile_n + 32)
-    copied = entry.consumers * entry.block_bytes + entry.box_rows_b * entry.box_bytes_b
-    load = copied / _L2_BYTES
-    most, least = max(port, load), min(port, load)
-    return float(most * (1 + (least / most) ** 8) ** (1 / 8))
+class Selector:
+    """Chooses kernels on ``sm_count`` SMs by ``known``: tables of this kind of GPU with their
+    names, the first to be trusted most."""
 
+    def __init__(self, sm_count: int, known: Sequence[tuple[str, Table]]) -> None:
+        self._known = [(name, table) for name, table in known if table.measured]
+        measured = [row for _, table in self._known for row in table.measured]
+        self._correction = Correction(measured, sm_count)
+        self._exact: dict[Problem, list[tuple[str, Measured]]] = {}
+        for name, table in self._known:
+            for row in table.measured:
+                self._exact.setdefault(row.problem, []).append((name, row))
 
-def model_cycles(entry: Entry, m: int, n: int, k: int, sm_count: int) -> int:
-    """SM cycles of a product: the rounds of tiles over the SMs times a tile's cycles.
+    def times_us(self, problem: Problem) -> dict[str, float]:
+        """What every kernel is likely to take, in manifest order."""
+        p = problem
+        entries = candidates(p.type, p.out, p.order, p.summation)
+        times = self._correction.times_us(entries, problem)
+        return {e.name: float(us) for e, us in zip(entries, times, strict=True)}
 
-    A tile wider than N multiplies padding, a narrower one reads A once more a column of tiles, and
-    tiles that do not fill the last round leave SMs idle. Of a tile split over K a CTA takes its
-    part of the stages, and then puts the parts together.
-    """
-    usable = int(sm_count * _CLUSTER_SHARE.get(entry.cluster_ctas, 1))
-    rounds = -(-cta_tiles(entry, m, n) // usable)
-    stages = -(-max(k, 1) // (entry.tile_k * entry.split))
-    end = _COLUMN_CYCLES * entry.tile_n // entry.split + (entry.split > 1) * _EXCHANGE_CYCLES
-    return rounds * (round(stages * step_cycles(entry)) + end)
-
-
-def select(
-    type_name: str,
-    out_type: str,
-    order: str,
-    m: int,
-    n: int,
-    k: int,
-    sm_count: int,
-    summation: str = "fast",
-) -> Entry:
-    """The kernel that the cycle model finds fastest; of equals the one that reads A least often."""
-    return min(
-        candidates(type_name, out_type, order, summation),
-        key=lambda entry: (
-            model_cycles(entry, m, n, k, sm_count),
-            cta_tiles(entry, m, n),
-            entry.tile_n,
-        ),
-    )
-
-
-def distance(one: Problem, other: Problem) -> float:
-    """Octaves between two sizes: M and N in full, K by a quarter, for it changes the time of all
-    kernels alike. Fewer tokens than `_LEAST_N` cost as much. Nothing is near an empty problem."""
-    if not (one.m and one.n and one.k):
-        return math.inf
-    return (
-        abs(math.log2(one.m / other.m))
-        + abs(math.log2(max(one.n, _LEAST_N) / max(other.n, _LEAST_N)))
-        + abs(math.log2(one.k / other.k)) / 4
-    )
-
-
-def choose(
-    problem: Problem,
-    sm_count: int,
-    known: Sequence[tuple[str, Table]],
-) -> Choice:
-    """The kernel for a problem, by what was measured and by the model; see the module's head.
-
-    ``known`` are tables of this kind of GPU with their names, the first to be trusted most.
-    """
-    p = problem
-    by_name = {e.name: e for e in candidates(p.type, p.out, p.order, p.summation)}
-    near: list[tuple[float, int, str, Problem, dict[str, float]]] = []
-    for rank, (name, table) in enumerate(known):
-        for row, times in _applying(problem, table, by_name):
-            if row.problem == problem and times:
+    def choose(self, problem: Problem) -> Choice:
+        """The kernel for a problem; see the module's head."""
+        p = problem
+        by_name = {e.name: e for e in candidates(p.type, p.out, p.order, p.summation)}
+        for name, row in self._exact.get(problem, ()):
+            times = {kernel: us for kernel, us in row.times.items() if kernel in by_name}
+            if times:
                 return Choice(by_name[min(times, key=lambda kernel: times[kernel])], name)
-            apart = distance(problem, row.problem)
-            if times and apart <= NEAR:
-                near.append((apart, rank, name, row.problem, times))
-    if near:
-        _, _, name, there, times = min(near, key=lambda found: found[:2])
-
-        def carried(kernel: str) -> float:
-            entry = by_name[kernel]
-            here = model_cycles(entry, problem.m, problem.n, problem.k, sm_count)
-            return times[kernel] * here / model_cycles(entry, there.m, there.n, there.k, sm_count)
-
-        best = min(times, key=carried)
-        return Choice(by_name[best], f"{name}, from {there.m}x{there.n}x{there.k}")
-    entry = select(p.type, p.out, p.order, p.m, p.n, p.k, sm_count, p.summation)
-    return Choice(entry, "model")
+        likely = self.times_us(problem)
+        best = by_name[min(likely, key=lambda kernel: likely[kernel])]
+        names = " and ".join(name for name, _ in self._known)
+        return Choice(best, f"model, corrected by {names}" if names else "model")
 
 
-def _applying(
-    problem: Problem, table: Table, by_name: dict[str, Entry]
-) -> Iterator[tuple[Measured, dict[str, float]]]:
-    """What ``table`` says of the candidates: its rows of the same types and order, with the times
-    of the kernels that exist; failing these, rows of another output or order."""
-
-    def rows(fits: Callable[[Problem], bool]) -> list[Measured]:
-        return [row for row in table.measured if fits(row.problem)]
-
-    kind = (problem.type, problem.summation, problem.out, problem.order)
-    same = rows(lambda p: (p.type, p.summation, p.out, p.order) == kind)
-    for row in same or rows(lambda p: (p.type, p.summation) == kind[:2]):
-        times = {_sibling(name, row.problem, problem): us for name, us in row.times.items()}
-        yield row, {name: us for name, us in times.items() if name in by_name}
-
-
-def _sibling(name: str, measured: Problem, wanted: Problem) -> str:
-    """The kernel that differs from ``name`` in output type and order alone."""
-    return name.replace(f"_{measured.out}_{measured.order}_", f"_{wanted.out}_{wanted.order}_", 1)
+def choose(problem: Problem, sm_count: int, known: Sequence[tuple[str, Table]]) -> Choice:
+    """The kernel for one problem; for several, `Selector` reads the tables once."""
+    return Selector(sm_count, known).choose(problem)
 
 
 @lru_cache(maxsize=4096)
 def chosen(device: Device, problem: Problem) -> Choice:
     """`choose` by what is known of this device: the user's cache, then the package's table."""
-    return choose(problem, device.sm_count, known(device))
+    return selector(device).choose(problem)
+
+
+@cache
+def selector(device: Device) -> Selector:
+    """`Selector` by the same."""
+    return Selector(device.sm_count, known(device))
 
 
 @cache
@@ -271,4 +184,5 @@ def known(device: Device) -> tuple[tuple[str, Table], ...]:
 def forget() -> None:
     """Read the tables anew at the next choice."""
     known.cache_clear()
+    selector.cache_clear()
     chosen.cache_clear()

@@ -7,10 +7,11 @@ Both are JSON of one form, so that what a user's card measured can be shipped::
         {"type": "e4m3", "out": "bf16", "order": "nm", "m": 4096, "n": 16, "k": 8192,
          "kernel": NAME, "us": 12.3, "others": {NAME: 14.5}}]}}}
 
-``kernel`` is the fastest, ``others`` are the rest that apply; ``summation`` stands in a row whose
-sums are not the fast ones (see `Problem`). What a table says of a kernel holds
-as long as a kernel of that name exists, so a table outlives a rebuild; the cache, which costs its
-user a minute to make again, belongs to one card and one set of fatbins.
+``kernel`` is the fastest, ``others`` are the rest that were timed (in the package's table those
+within three times of it; `gpu/correction.py` asks for them, too); ``summation`` stands in a row
+whose sums are not the fast ones (see `Problem`). What a table says of a kernel holds as long as
+a kernel of that name exists, so a table outlives a rebuild; the cache, which costs its user a
+minute to make again, belongs to one card and one set of fatbins.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from sp24cli.bench.result import WgmmaCeiling
 from sp24cli.cli.main import run as sp24
 from sp24cli.gpu import select
 from sp24cli.gpu.device import Device
-from sp24cli.gpu.select import candidates, choose, model_cycles
+from sp24cli.gpu.select import Selector, candidates, choose
 from sp24cli.kernels import choices, manifest
 from sp24cli.kernels.choices import Measured, Problem, Table
 from tests.cpu.benchdevice import SETTINGS, KernelPlan, Weight, simulate
@@ -31,16 +31,15 @@ def problem(shape, summation="fast"):
     return Problem("e4m3", "bf16", "nm", shape.m, shape.n, shape.k, summation)
 
 
-def cycles(p):
-    """What the model says of each kernel, in manifest order."""
-    found = candidates(p.type, p.out, p.order, p.summation)
-    return {e.name: model_cycles(e, p.m, p.n, p.k, 132) for e in found}
+def likely(p):
+    """What the model says of each kernel, microseconds in manifest order."""
+    return Selector(132, ()).times_us(p)
 
 
 def hopeful(p):
     """The kernels that the model does not put too far behind its best, in manifest order."""
-    limit = tune._HOPELESS * min(cycles(p).values())
-    return [name for name, of_it in cycles(p).items() if of_it <= limit]
+    limit = tune._HOPELESS * min(likely(p).values())
+    return [name for name, us in likely(p).items() if us <= limit]
 
 
 PROBLEMS = [problem(shape) for shape in SHAPES]
@@ -48,7 +47,7 @@ PROBLEMS = [problem(shape) for shape in SHAPES]
 #: and the next in its favour.
 FIRST = hopeful(PROBLEMS[0])[0]
 MODEL = choose(PROBLEMS[0], 132, ()).kernel.name
-FASTEST, SLOWER = sorted({*cycles(PROBLEMS[0])} - {FIRST, MODEL}, key=cycles(PROBLEMS[0]).get)[:2]
+FASTEST, SLOWER = sorted({*likely(PROBLEMS[0])} - {FIRST, MODEL}, key=likely(PROBLEMS[0]).get)[:2]
 
 
 @pytest.fixture
@@ -147,11 +146,11 @@ def test_what_would_have_been_chosen_is_judged(device, monkeypatch):
     path = choices.cache_path(device.uuid, manifest.load().sha256)
     choices.write_cache(path, Table(device.name, "", (Measured(PROBLEMS[0], {FASTEST: 1.0}),)))
     first, second = tuned(device).cases
-    assert (first.chosen, first.chosen_by) == (MODEL, "model")
+    assert (first.chosen, first.chosen_by) == (MODEL, "model, corrected by table")
     assert first.loss == pytest.approx(7 / 6 - 1)
     assert (second.chosen, second.chosen_by) == (SLOWER, "table")
     text = tune.table(tuned(device))
-    assert f"model chooses {MODEL}, 16.7% from the fastest" in text
+    assert f"model, corrected by table chooses {MODEL}, 16.7% from the fastest" in text
     assert "at worst 33.3% (128x48x256), 2 beyond 3 %" in text
 
 

@@ -10,11 +10,18 @@ from types import SimpleNamespace
 import pytest
 
 from sp24cli.bench import problem
-from sp24cli.bench.problem import SUITE_NAMES, SUITES, grid_shapes, select_shapes, suite
+from sp24cli.bench.problem import (
+    SUITE_NAMES,
+    SUITES,
+    fit_shapes,
+    grid_shapes,
+    select_shapes,
+    suite,
+)
 from sp24cli.cli import bench as command
 from sp24cli.errors import BadInputError
 from sp24cli.gpu import select
-from sp24cli.gpu.select import candidates, choose, distance, model_cycles
+from sp24cli.gpu.select import Selector, candidates, choose
 from sp24cli.kernels import choices, manifest
 from sp24cli.kernels.choices import Measured, Problem, Table
 
@@ -37,6 +44,11 @@ def chosen(wanted: Problem, *known: tuple[str, Table]) -> tuple[str, str]:
     return choice.kernel.name, choice.by
 
 
+def tile(name: str) -> tuple[int, int]:
+    (entry,) = (e for e in manifest.load().entries if e.name == name)
+    return entry.tile_n, entry.cluster
+
+
 class TestChoose:
     def test_without_measurements_the_model_decides(self):
         assert chosen(HERE) == (WIDE, "model")
@@ -53,66 +65,42 @@ class TestChoose:
         assert chosen(HERE, *known) == (SMALL, "cache")
         assert chosen(at(n=100), *known) == (WIDE, "table")
 
-    def test_a_near_problem_decides_with_the_models_ratio_of_the_two(self):
-        # One round of 256-wide tiles at n = 1024, two at 1280; of 16-wide ones 16 and 20.
-        there, here = at(n=1024), at(n=1280)
-        entries = {e.name: e for e in candidates("e4m3", "bf16", "nm")}
-        ratio = {
-            name: model_cycles(entries[name], 4096, 1280, 8192, 132)
-            / model_cycles(entries[name], 4096, 1024, 8192, 132)
-            for name in (WIDE, SMALL)
-        }
-        assert ratio == {WIDE: 2.0, SMALL: 1.25}
-        known = table((there, {WIDE: 10.0, SMALL: 15.0}))
-        assert chosen(there, ("table", known)) == (WIDE, "table")
-        assert chosen(here, ("table", known)) == (SMALL, "table, from 4096x1024x8192")
-        assert chosen(at(n=1000), ("table", known)) == (WIDE, "table, from 4096x1024x8192")
+    def test_problems_alike_correct_the_model(self):
+        """What was measured of one problem tells on those beside it, and on none far away."""
+        likely = Selector(132, ()).times_us(HERE)
+        second = sorted(likely, key=lambda kernel: likely[kernel])[1]
+        times = {WIDE: 1.3 * likely[WIDE], second: likely[second]}
+        known = table((HERE, times))
+        assert chosen(at(n=8000), ("table", known)) == (second, "model, corrected by table")
+        far = at(m=1024, n=16)
+        assert chosen(far, ("table", known))[0] == chosen(far)[0]
 
-    def test_the_nearest_of_several_decides(self):
-        near, far = at(n=6000), at(n=5000)
-        known = table((far, {WIDE: 9.0, SMALL: 1.0}), (near, {WIDE: 1.0, SMALL: 9.0}))
-        assert chosen(HERE, ("table", known)) == (WIDE, "table, from 4096x6000x8192")
-        turned = table((near, {WIDE: 1.0, SMALL: 9.0}), (far, {WIDE: 9.0, SMALL: 1.0}))
-        assert chosen(HERE, ("table", turned))[0] == WIDE
+    def test_both_tables_correct(self):
+        known = ("cache", table((HERE, {WIDE: 300.0}))), ("table", table((HERE, {SMALL: 290.0})))
+        assert chosen(at(n=16), *known)[1] == "model, corrected by cache and table"
 
-    @pytest.mark.parametrize(
-        ("there", "near"),
-        [(at(n=4096), True), (at(n=4095), False), (at(m=8192), True), (at(m=8192, n=8000), False),
-         (at(k=512), True), (at(k=511), False)],
-    )  # fmt: skip
-    def test_what_is_near(self, there, near):
-        known = table((there, {WIDE: 9.0, SMALL: 1.0}))
-        assert (chosen(HERE, ("table", known))[1] != "model") == near
-        assert (distance(HERE, there) <= 1.0) == near
-
-    def test_fewer_tokens_than_an_instruction_takes_are_near(self):
-        known = table((at(n=8), {WIDE: 9.0, SMALL: 10.0}))
-        assert chosen(at(n=1), ("table", known)) == (WIDE, "table, from 4096x8x8192")
-
-    def test_another_output_stands_in_kernel_by_kernel(self):
-        known = table((HERE, {WIDE: 300.0, SMALL: 290.0}))
-        got, by = chosen(at(out="f32", order="mn"), ("table", known))
-        assert got == SMALL.replace("_bf16_nm_", "_f32_mn_")
-        assert by == "table, from 4096x8192x8192"
-        assert chosen(at(type_name="f16"), ("table", known))[1] == "model"
-
-    def test_an_own_row_keeps_another_output_away(self):
-        known = table((HERE, {WIDE: 300.0, SMALL: 290.0}), (at(out="f32", m=64), {WIDE: 1.0}))
-        assert chosen(at(out="f32"), ("table", known))[1] == "model"
+    def test_another_type_output_and_order_correct_too(self):
+        likely = Selector(132, ()).times_us(HERE)
+        second = sorted(likely, key=lambda kernel: likely[kernel])[1]
+        known = table((HERE, {WIDE: 1.3 * likely[WIDE], second: likely[second]}))
+        for wanted in (at(out="f32", order="mn"), at(type_name="f16", k=4096)):
+            (before, _), (after, by) = chosen(wanted), chosen(wanted, ("table", known))
+            assert by == "model, corrected by table"
+            assert (tile(before), tile(after)) == ((256, 2), (256, 4))
 
     def test_times_of_other_sums_do_not_count(self):
         known = table((replace(HERE, summation="precise"), {WIDE: 300.0, SMALL: 290.0}))
-        assert chosen(HERE, ("table", known)) == (WIDE, "model")
+        assert chosen(HERE, ("table", known))[1] == "model, corrected by table"
 
     def test_kernels_that_are_no_more_do_not_count(self):
         known = table((HERE, {"gemm_of_old": 1.0, WIDE: 300.0, SMALL: 310.0}))
         assert chosen(HERE, ("table", known)) == (WIDE, "table")
-        assert chosen(HERE, ("table", table((HERE, {"gemm_of_old": 1.0})))) == (WIDE, "model")
+        assert chosen(HERE, ("table", table((HERE, {"gemm_of_old": 1.0}))))[0] == WIDE
 
     @pytest.mark.parametrize("side", ["m", "n", "k"])
     def test_an_empty_problem_has_a_kernel(self, side):
         known = table((HERE, {WIDE: 300.0, SMALL: 310.0}))
-        assert chosen(at(**{side: 0}), ("table", known))[1] == "model"
+        assert chosen(at(**{side: 0}), ("table", known))[1] == "model, corrected by table"
 
 
 class TestFile:
@@ -254,16 +242,17 @@ class TestSuites:
         monkeypatch.setattr(problem, "grid_shapes", lambda: (first,))
         assert select_shapes(29, 24) == tuple(others)
 
-    def test_most_of_the_thirty_are_near_to_the_grid(self):
-        def as_problem(shape):
-            return at(shape.m, shape.n, shape.k)
-
-        near = [
-            min(distance(as_problem(shape), as_problem(there)) for there in grid_shapes())
-            <= select.NEAR
-            for shape in select_shapes(30, 24)
-        ]
-        assert sum(near) >= 27
+    def test_those_to_fit_to_are_none_of_the_thirty(self, monkeypatch):
+        shapes = suite("fit", 24)
+        assert len(set(shapes)) == 200
+        assert shapes == fit_shapes(200, 24) != fit_shapes(200, 25)
+        assert not set(shapes) & {*suite("select30", 24), *grid_shapes()}
+        # Also where the two seeds give the same.
+        drawn = select_shapes(40, 25)
+        monkeypatch.setattr(
+            problem, "select_shapes", lambda count, seed: drawn[:count] if seed == 25 else drawn[:3]
+        )
+        assert fit_shapes(20, 24) == drawn[3:23]
 
     def test_the_grid_holds_the_models_shapes_once(self):
         grid = grid_shapes()

@@ -18,14 +18,13 @@ from sp24cli.gpu.select import (
     block_summation,
     candidates,
     check_block_scales,
+    choose,
     cta_tiles,
-    model_cycles,
     needs_widening,
     outputs,
-    select,
-    step_cycles,
 )
 from sp24cli.kernels import manifest
+from sp24cli.kernels.choices import Problem
 from sp24cli.optypes import OPERANDS
 from sp24cli.scaling import ScaleSpec
 
@@ -114,7 +113,8 @@ def test_weights_are_widened_with_every_kind_of_scales(name: str, scales: str) -
 @pytest.mark.parametrize(("n", "tile_n"), [(1, 16), (16, 16), (64, 64), (4096, 256)])
 def test_widened_weights_take_the_tile_of_their_tokens(n: int, tile_n: int) -> None:
     for scales, summation in manifest.WIDENED_SUMMATIONS.items():
-        entry = select("e4m3_bf16", "bf16", "nm", 28672, n, 8192, 132, summation)
+        problem = Problem("e4m3_bf16", "bf16", "nm", 28672, n, 8192, summation)
+        entry = choose(problem, 132, ()).kernel
         assert (entry.tile_n, entry.weight_scales) == (tile_n, scales)
 
 
@@ -194,8 +194,8 @@ def test_blocks_without_a_kernel_are_refused() -> None:
         (28672, 1, 8192, {"tile_m": 256, "tile_n": 16, "split": 1}),
     ],
 )
-def test_select_follows_the_model(m: int, n: int, k: int, want: dict[str, int]) -> None:
-    entry = select("e4m3", "bf16", "nm", m, n, k, 132)
+def test_the_model_alone_chooses(m: int, n: int, k: int, want: dict[str, int]) -> None:
+    entry = choose(Problem("e4m3", "bf16", "nm", m, n, k), 132, ()).kernel
     assert {field: getattr(entry, field) for field in want} == want, entry.name
 
 
@@ -209,71 +209,6 @@ def fast(tile_n: int, cluster: int, split: int = 1) -> manifest.Entry:
     return entry
 
 
-def wgmmas(entry: manifest.Entry) -> float:
-    """Cycles of a stage without bytes to copy."""
-    return step_cycles(replace(entry, block_bytes=0, box_bytes_b=0))
-
-
-def copies(entry: manifest.Entry) -> float:
-    """Cycles of the bytes of a stage, of which there are so many that they alone count."""
-    a, b = 1000 * entry.block_bytes, 1000 * entry.box_bytes_b
-    return step_cycles(replace(entry, block_bytes=a, box_bytes_b=b)) / 1000
-
-
-def test_a_stage_takes_its_wgmmas_or_its_bytes_whichever_are_more() -> None:
-    bound = set()
-    for entry in LOADED.entries:
-        most = max(wgmmas(entry), copies(entry))
-        assert 0.999 * most <= step_cycles(entry) <= 1.1 * most, entry.name
-        bound.add(wgmmas(entry) > copies(entry))
-    assert bound == {True, False}  # there are kernels of both kinds
-    wide = fast(256, 2)
-    alike = wgmmas(wide) / copies(wide)
-    a, b = round(alike * wide.block_bytes), round(alike * wide.box_bytes_b)
-    both = step_cycles(replace(wide, block_bytes=a, box_bytes_b=b))
-    assert 1.05 < both / wgmmas(wide) < 1.1
-
-
-def test_the_wgmmas_of_a_stage_read_b_and_a_part_of_a() -> None:
-    wide = fast(256, 2)
-    # A row of B a cycle, and of A as much as 32 of these.
-    assert wgmmas(replace(wide, tile_n=2 * 256 + 32)) == pytest.approx(2 * wgmmas(wide))
-    assert wgmmas(replace(wide, consumers=4)) == pytest.approx(2 * wgmmas(wide))
-    # cuda/README.md: 576 cycles of the port, which is never quite full.
-    assert 576 < wgmmas(wide) < 1.25 * 576
-
-
-def test_a_cluster_copies_b_once() -> None:
-    for entry in LOADED.entries:
-        assert entry.box_rows_b * entry.cluster == entry.tile_n, entry.name
-    for alone, shared in ((fast(128, 1, 2), fast(128, 2)), (fast(256, 2), fast(256, 4))):
-        assert step_cycles(shared) < step_cycles(alone)
-        assert wgmmas(shared) == wgmmas(alone)
-        more, fewer = (
-            2 * e.block_bytes + e.tile_n // e.cluster * e.box_bytes_b for e in (alone, shared)
-        )
-        assert copies(alone) / copies(shared) == pytest.approx(more / fewer)
-    # The parts of K have each their own B.
-    assert step_cycles(fast(32, 1, 4)) == step_cycles(fast(32, 1))
-
-
-def test_a_tile_ends_with_its_columns() -> None:
-    def end(entry: manifest.Entry) -> int:
-        """Cycles that do not grow with K."""
-        once, twice = (model_cycles(entry, 128, 8, k, 132) for k in (8192, 16384))
-        return 2 * once - twice
-
-    rounding = 3
-    columns = end(fast(128, 2))
-    assert columns > 128
-    assert end(fast(256, 2)) == pytest.approx(2 * columns, abs=rounding)
-    halves = fast(128, 1, 2)
-    # Each of two CTAs stores half of the columns, once it has what the other summed.
-    wider = end(replace(halves, tile_n=256)) - end(halves)
-    assert wider == pytest.approx(columns / 2, abs=2 * rounding)
-    assert end(halves) > columns
-
-
 def test_cta_tiles_count_whole_clusters() -> None:
     entry = fast(256, 2)
     assert cta_tiles(entry, 1, 1) == 2
@@ -281,20 +216,6 @@ def test_cta_tiles_count_whole_clusters() -> None:
     split = replace(entry, cluster=1, split=2)
     assert (cta_tiles(split, 1, 1), cta_tiles(split, 257, 257)) == (2, 12)
     assert replace(entry, split=2).cluster_ctas == 4
-
-
-def test_the_model_takes_a_part_of_k_for_each_cta() -> None:
-    whole = fast(128, 2)
-    halves = replace(whole, cluster=1, split=2, box_rows_b=128)
-    sizes = [(8192, 128), (8192, 256)]  # a CTA a tile: 64 and 128; by halves 128 and 256
-    for k, fastest in ((8192, [halves, whole]), (256, [whole, whole])):
-        for (m, n), want in zip(sizes, fastest, strict=True):
-            cycles = {e.split: model_cycles(e, m, n, k, 132) for e in (whole, halves)}
-            assert min(cycles, key=lambda split: cycles[split]) == want.split, (m, n, k, cycles)
-    quarters = replace(halves, split=4)
-    # 32 clusters of four do not fit at once, 30 do.
-    at_once, more = (model_cycles(quarters, m, 128, 8192, 132) for m in (30 * 128, 32 * 128))
-    assert more == 2 * at_once
 
 
 def listing(check: ModuleType, *lines: str) -> list[str]:

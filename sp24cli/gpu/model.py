@@ -1,0 +1,213 @@
+"""How long a kernel takes by a model of a persistent, warp-specialised kernel, in a few constants.
+
+    time = launch + max(rounds of tiles x (steps x step + end), latency + rounds of memory)
+
+with a smooth maximum, for what is nearly as slow as the slowest part costs a little, too. A step is
+one stage of the ring: what its wgmmas read from shared memory, or what the warps between them take.
+Memory is the bytes that leave L2, those that come from DRAM, and beside them the requests of rows
+of B, which L2 answers one by one: a row that lies beyond the last token brings nothing, and costs
+several times as much as one that does. A last round that is only partly filled asks for less.
+
+The constants are those of an H200; another GPU differs by its SMs alone. `samples/fit_model.py`
+finds them anew from measured times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sp24cli.gpu.order import tile_order
+from sp24cli.kernels.choices import Problem
+from sp24cli.kernels.manifest import Entry
+
+Array = npt.NDArray[Any]
+
+#: The share of the SMs that clusters of so many CTAs find in whole processor clusters. Source: the
+#: occupancy query on an H200, 30 clusters of 4 on 132 SMs.
+_CLUSTER_SHARE = {4: 120 / 132}
+
+#: Bytes of L2, for the order of tiles. Source: an H100's data sheet; an H200 has as much.
+_L2_BYTES = 50 << 20
+
+_OUT_BYTES = {"f32": 4, "s32": 4, "f16": 2, "bf16": 2}
+
+#: Tiles of up to so many columns ask for A before the launch before has ended (kFillsEarly).
+_EARLY_COLUMNS = 128
+
+
+@dataclass(frozen=True)
+class Constants:
+    """Nanoseconds, and bytes a nanosecond.
+
+    ``port`` is a row of 128 bytes of B for a warpgroup, ``a_rows`` how many of these its A is like;
+    a full chip runs slower by ``throttle``, relative. ``warpgroup`` is a step of one warpgroup
+    whatever its tile, ``widen`` the conversion of its weights. ``l2`` and ``dram`` are rates. A row
+    of B that clusters ask L2 for at once costs each ``row``, one beyond the last token
+    ``missing``; ``kept`` times as much where B is to stay in L2. ``launch`` is a launch, ``late``
+    what it takes longer if its CTAs find no SM before the launch before has ended, ``several`` if
+    they have several narrow tiles each (these launches do not overlap), ``wide`` if they have wide
+    tiles, which do not ask for A early. ``latency`` is the first stage's. ``column`` is a column of
+    a warpgroup's rows at a tile's end; of a tile split over K ``exchange`` and, for each column
+    that is sent, ``sent``. ``sum_time``, ``sum_memory`` and ``sum_rows`` are the exponents of the
+    smooth maxima: of steps and memory, of L2 and DRAM, of these and the requests.
+    """
+
+    port: float = 0.581
+    a_rows: float = 40.6
+    throttle: float = 0.033
+    warpgroup: float = 53.1
+    widen: float = 22.4
+    l2: float = 11660.0
+    dram: float = 5140.0
+    row: float = 0.0104
+    missing: float = 0.0541
+    kept: float = 1.79
+    launch: float = 947.0
+    late: float = 543.0
+    several: float = 1790.0
+    wide: float = 580.0
+    latency: float = 648.0
+    column: float = 4.82
+    exchange: float = 336.0
+    sent: float = 10.7
+    sum_time: float = 2.49
+    sum_memory: float = 2.59
+    sum_rows: float = 1.5
+
+
+#: Source: `samples/fit_model.py` over 407 problems timed on an H200 (132 SMs, 700 W): kernels near
+#: the fastest are 6.7 % off, root of the mean square.
+H200 = Constants()
+
+
+@dataclass(frozen=True)
+class Points:
+    """Kernels at problems, as arrays of one length: the sizes that the model asks for.
+
+    ``tile_rows`` are whole clusters along M, ``tiles`` these by ``cols``, of which ``places`` run
+    at once; ``steps`` are stages of a tile and part of K. ``a``, ``b`` and ``d`` are the
+    bytes of the whole operands, ``step_a`` what a cluster reads of A in a step. ``last`` are
+    the tokens in the last column of tiles. ``kept`` says that B is to stay in L2.
+    """
+
+    tile_n: Array
+    consumers: Array
+    split: Array
+    cluster_ctas: Array
+    widened: Array
+    tile_rows: Array
+    cols: Array
+    tiles: Array
+    places: Array
+    steps: Array
+    last: Array
+    n: Array
+    a: Array
+    b: Array
+    d: Array
+    step_a: Array
+    raster: Array
+    kept: Array
+    sms: Array
+
+    @classmethod
+    def of(cls, pairs: Iterable[tuple[Entry, Problem]], sm_count: int) -> Points:
+        rows = [_point(entry, problem, sm_count) for entry, problem in pairs]
+        columns = np.array(rows, np.float64).reshape(len(rows), len(fields(cls))).T
+        return cls(*columns)
+
+    @property
+    def rounds(self) -> Array:
+        """Tiles of the busiest CTA."""
+        return np.ceil(self.tiles / self.places)
+
+    @property
+    def busy(self) -> Array:
+        """CTAs at once."""
+        return np.minimum(self.tiles, self.places) * self.cluster_ctas
+
+
+def _point(entry: Entry, p: Problem, sm_count: int) -> tuple[float, ...]:
+    """The fields of `Points`. An empty problem counts as the smallest."""
+    m, n, k = max(p.m, 1), max(p.n, 1), max(p.k, 1)
+    rows = -(-m // (entry.tile_m * entry.cluster))
+    cols = -(-n // entry.tile_n)
+    usable = int(sm_count * _CLUSTER_SHARE.get(entry.cluster_ctas, 1))
+    places = max(1, usable // entry.cluster_ctas)
+    stages = -(-k // entry.tile_k)
+    a = m / 64 * stages * entry.block_bytes
+    b = n * stages * entry.box_bytes_b
+    order = tile_order(rows, cols, places, int(a), b, _L2_BYTES)
+    return (
+        entry.tile_n,
+        entry.consumers,
+        entry.split,
+        entry.cluster_ctas,
+        entry.layout == "widened",
+        rows,
+        cols,
+        rows * cols,
+        places,
+        -(-stages // entry.split),
+        n - (cols - 1) * entry.tile_n,
+        n,
+        a,
+        b,
+        m * n * _OUT_BYTES[entry.out_type],
+        entry.consumers * entry.block_bytes * entry.cluster,
+        order.raster,
+        not order.b_once,
+        sm_count,
+    )
+
+
+def _most(terms: Sequence[Array], exponent: float) -> Array:
+    """A smooth maximum: the norm of that exponent."""
+    most = np.maximum.reduce(terms)
+    return most * sum((term / most) ** exponent for term in terms) ** (1 / exponent)
+
+
+def times_us(at: Points, c: Constants = H200) -> Array:
+    """Microseconds of each kernel at its problem, launches back to back."""
+    rounds, busy = at.rounds, at.busy
+    active = np.minimum(at.tiles, at.places)
+    remaining = at.tiles - (rounds - 1) * at.places
+    one = at.cols == 1
+    # Clusters that read the same rows of B: a column of the tiles that run together.
+    column = np.minimum(at.tile_rows, active)
+    sharing = np.where((rounds > 1) & ~one, np.minimum(column, at.raster), column)
+
+    port = c.port * at.consumers * (at.tile_n + c.a_rows) * (1 + c.throttle * busy / at.sms)
+    step = _most([at.consumers * (c.warpgroup + c.widen * at.widened), port], 4)
+    end = c.column * at.consumers * at.tile_n / at.split
+    sent = at.consumers * at.tile_n * (1 - 1 / at.split)
+    compute = rounds * (at.steps * step + end + (at.split > 1) * c.exchange + c.sent * sent)
+
+    mean_rows = at.n / at.cols
+    l2 = at.steps * at.split * (at.step_a + 128 * mean_rows) / c.l2
+    dram = (at.a + at.b + at.d) / at.tiles / c.dram
+    ask = at.steps * at.split * np.where(at.kept > 0, c.kept, 1.0)
+
+    def memory(clusters: Array, sharing: Array, padded: Array) -> Array:
+        """A round of so many clusters, of which ``padded`` have tiles of the last column."""
+        missing = c.missing * (at.tile_n - at.last) * padded
+        requests = ask * (missing + c.row * mean_rows * sharing)
+        return _most([_most([l2 * clusters, dram * clusters], c.sum_memory), requests], c.sum_rows)
+
+    none = np.zeros_like(active)
+    read = (rounds - 1) * memory(at.places, sharing, np.where(one, at.places, none))
+    read += memory(remaining, np.minimum(sharing, remaining), np.where(one, remaining, none))
+    # The last column's tiles come together, and take longer by what they ask for in vain.
+    longer = memory(active, sharing, column) - memory(active, sharing, none)
+    read += np.where(one, none, longer * np.ceil(at.tile_rows / at.places))
+
+    early = np.where(rounds > 1, 0.0, np.clip((at.sms - busy) / busy, 0.0, 1.0))
+    start = c.launch + c.late * (1 - early)
+    start += np.where(at.tile_n > _EARLY_COLUMNS, c.wide, 0.0)
+    start += np.where((rounds > 1) & (at.tile_n < _EARLY_COLUMNS), c.several, 0.0)
+    return (start + _most([compute, c.latency + read], c.sum_time)) / 1000
