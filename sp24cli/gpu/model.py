@@ -46,7 +46,9 @@ class Constants:
 
     ``port`` is a row of 128 bytes of B for a warpgroup, ``a_rows`` how many of these its A is like;
     a full chip runs slower by ``throttle``, relative. ``warpgroup`` is a step of one warpgroup
-    whatever its tile, ``widen`` the conversion of its weights. ``l2`` and ``dram`` are rates. A row
+    whatever its tile, ``widen`` the conversion of its weights. ``piece`` is a column of a piece of
+    K whose sum is promoted, ``scale`` one of a piece whose scales differ. ``l2`` and ``dram`` are
+    rates. A row
     of B that clusters ask L2 for at once costs each ``row``, one beyond the last token
     ``missing``; ``kept`` times as much where B is to stay in L2. ``launch`` is a launch, ``late``
     what it takes longer if its CTAs find no SM before the launch before has ended, ``several`` if
@@ -61,7 +63,9 @@ class Constants:
     a_rows: float = 40.6
     throttle: float = 0.033
     warpgroup: float = 53.1
-    widen: float = 22.4
+    widen: float = 14.0
+    piece: float = 0.96
+    scale: float = 0.38
     l2: float = 11660.0
     dram: float = 5140.0
     row: float = 0.0104
@@ -81,7 +85,8 @@ class Constants:
 
 
 #: Source: `samples/fit_model.py` over 407 problems timed on an H200 (132 SMs, 700 W): kernels near
-#: the fastest are 6.7 % off, root of the mean square.
+#: the fastest are 6.7 % off, root of the mean square. ``widen``, ``piece`` and ``scale`` are of no
+#: kernel among them: of single timings of widened, precise and block-scaled ones (cuda/README.md).
 H200 = Constants()
 
 
@@ -91,7 +96,9 @@ class Points:
 
     ``tile_rows`` are whole clusters along M, ``tiles`` these by ``cols``, of which ``places`` run
     at once; ``steps`` are stages of a tile and part of K. ``a``, ``b`` and ``d`` are the
-    bytes of the whole operands, ``step_a`` what a cluster reads of A in a step. ``last`` are
+    bytes of the whole operands, ``step_a`` what a cluster reads of A in a step. ``blocks`` are those
+    of 64 rows of a warpgroup, ``pieces`` of a sum a step, ``scaled`` these if their scales differ.
+    ``last`` are
     the tokens in the last column of tiles. ``kept`` says that B is to stay in L2.
     """
 
@@ -100,6 +107,9 @@ class Points:
     split: Array
     cluster_ctas: Array
     widened: Array
+    blocks: Array
+    pieces: Array
+    scaled: Array
     tile_rows: Array
     cols: Array
     tiles: Array
@@ -143,12 +153,16 @@ def _point(entry: Entry, p: Problem, sm_count: int) -> tuple[float, ...]:
     a = m / 64 * stages * entry.block_bytes
     b = n * stages * entry.box_bytes_b
     order = tile_order(rows, cols, places, int(a), b, _L2_BYTES)
+    pieces = entry.tile_k / entry.promote_k if entry.promote_k else 0.0
     return (
         entry.tile_n,
         entry.consumers,
         entry.split,
         entry.cluster_ctas,
         entry.layout == "widened",
+        2 if pieces else 1,
+        pieces,
+        pieces if entry.loop_scales != "none" else 0.0,
         rows,
         cols,
         rows * cols,
@@ -159,7 +173,7 @@ def _point(entry: Entry, p: Problem, sm_count: int) -> tuple[float, ...]:
         a,
         b,
         m * n * _OUT_BYTES[entry.out_type],
-        entry.consumers * entry.block_bytes * entry.cluster,
+        entry.tile_m // 64 * entry.block_bytes * entry.cluster,
         order.raster,
         not order.b_once,
         sm_count,
@@ -182,8 +196,12 @@ def times_us(at: Points, c: Constants = H200) -> Array:
     column = np.minimum(at.tile_rows, active)
     sharing = np.where((rounds > 1) & ~one, np.minimum(column, at.raster), column)
 
-    port = c.port * at.consumers * (at.tile_n + c.a_rows) * (1 + c.throttle * busy / at.sms)
+    # Warpgroups of two blocks of rows lie side by side: all of them read B twice, but a part of it.
+    rows_b = at.tile_n + c.a_rows * at.blocks
+    port = c.port * at.consumers * rows_b * (1 + c.throttle * busy / at.sms)
     step = _most([at.consumers * (c.warpgroup + c.widen * at.widened), port], 4)
+    # Additions do not overlap with wgmmas.
+    step += at.tile_n * (c.piece * at.pieces + c.scale * at.scaled)
     end = c.column * at.consumers * at.tile_n / at.split
     sent = at.consumers * at.tile_n * (1 - 1 / at.split)
     compute = rounds * (at.steps * step + end + (at.split > 1) * c.exchange + c.sent * sent)

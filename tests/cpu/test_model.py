@@ -127,10 +127,33 @@ def test_a_launch_waits_for_places() -> None:
 
 
 def test_weights_that_are_widened_take_longer() -> None:
-    (entry,) = (e for e in candidates("e4m3_bf16", "bf16", "nm", "widened") if e.tile_n == 16)
+    (entry,) = (
+        e
+        for e in candidates("e4m3_bf16", "bf16", "nm", "widened")
+        if (e.tile_n, e.split) == (16, 1)
+    )
     widen = replace(FREE, warpgroup=50.0, widen=20.0)
     steps = 128  # of 64
     assert us(entry, 128, 16, 8192, widen) == pytest.approx(steps * 4 * 70 / 1000)
+
+
+def test_sums_that_are_promoted_take_longer_by_their_pieces_and_scales() -> None:
+    def wide(summation: str) -> Entry:
+        found = candidates("e4m3", "f32", "nm", summation)
+        return next(e for e in found if (e.tile_n, e.consumers) == (128, 2))
+
+    piece, scale = replace(FREE, piece=1.0), replace(FREE, scale=1.0)
+    for summation, pieces, scaled in (
+        ("precise", 32, 0),
+        ("block128", 64, 64),
+        ("row64", 128, 128),
+    ):
+        entry = wide(summation)
+        assert us(entry, 128, 128, 8192, piece) == pytest.approx(pieces * 128 / 1000, rel=1e-3)
+        assert us(entry, 128, 128, 8192, scale) == pytest.approx(scaled * 128 / 1000, abs=1e-3)
+    # Both warpgroups read A's two blocks, and half of B twice.
+    port = replace(FREE, port=1.0, a_rows=40.0)
+    assert us(wide("precise"), 128, 128, 128, port) == pytest.approx(2 * (128 + 80) / 1000)
 
 
 class TestCorrection:

@@ -222,7 +222,7 @@ struct Store16 {
   }
   // All chunks, with nothing to do beside them. `barrier` is the epilogue's.
   __device__ __forceinline__ void store(const GemmArgs& args, uint32_t chunks, int barrier,
-                                        int block) {
+                                        int block = 0) {
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
       turn(c, chunks, block);
