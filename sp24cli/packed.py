@@ -22,7 +22,7 @@ from sp24cli.calibration import AMAX, ScaleRule
 from sp24cli.errors import BadInputError
 from sp24cli.fp8 import Overflow, check_overflow, find_unrounded, round_to
 from sp24cli.optypes import BLOCK_ROWS, OperandType, operand_type
-from sp24cli.packing import ErrorSums, tools
+from sp24cli.packing import ErrorSums, short_buffers, tools
 from sp24cli.pruning import permute
 from sp24cli.pruning.pattern import TWO_OF_FOUR, Pattern, find_crowded, pattern_of, violation
 from sp24cli.rowblocks import pieces, row_slices, run, tiles
@@ -40,9 +40,9 @@ from sp24cli.sparsity import (
     patches_of,
 )
 
-#: Values of one tile of `pack_rows`. Half as many would stay in a core's L2 cache, but two workers
-#: then wait for each other's interpreter lock between short NumPy calls.
-_TILE_ELEMENTS = 1 << 19
+#: Values of one tile of `pack_rows`. An eighth as many would stay in a core's L2 cache, but two
+#: workers then wait for each other's interpreter lock between short NumPy calls.
+_TILE_ELEMENTS = 1 << 20
 
 Layout = Literal["row", "sm90"]
 Pruned = Literal["magnitude", "wanda", "given"]
@@ -380,19 +380,29 @@ def pack(
     )
     scale = None
     blocks = pieces(rows, cols, math.lcm(BLOCK_ROWS, spec.row_step))
-    if spec.kind != "none":
+    if spec.kind == "vector":
+        scale = np.empty(spec.shape(rows, cols), spec.dtype)
+    elif spec.kind != "none":
         largest = run(lambda r: scaling.amax(dense[r], spec), blocks or [slice(0, 0)], workers)
         scale = scaling.make_scales(scaling.join_amax(largest, spec), optype.max_finite, spec)
     packed = PackedMatrix.empty(info, scale)
-    stats = run(lambda r: pack_rows(dense[r], packed.rows(r), first_row=r.start), blocks, workers)
+
+    def piece(r: slice) -> QuantStats:
+        by_row = spec.kind == "vector"
+        return pack_rows(dense[r], packed.rows(r), find_scales=by_row, first_row=r.start)
+
+    stats = run(piece, blocks, workers)
     return packed, QuantStats.merge(stats)
 
 
-def pack_rows(dense: Array, into: PackedMatrix, *, first_row: int = 0) -> QuantStats:
-    """Packs some rows, ``dense`` [R, K], with known scales into the parts of ``into``.
+def pack_rows(
+    dense: Array, into: PackedMatrix, *, find_scales: bool = False, first_row: int = 0
+) -> QuantStats:
+    """Packs some rows, ``dense`` [R, K], into the parts of ``into``.
 
     ``into`` describes these rows alone (shape [R, K], its ``scale`` filled in): a
-    `PackedMatrix.empty`, or `PackedMatrix.rows` of a larger one. ``first_row`` is where they
+    `PackedMatrix.empty`, or `PackedMatrix.rows` of a larger one. ``find_scales`` fills in the
+    scales, which must be of kind ``vector``, by amax on the way. ``first_row`` is where they
     stand in the whole, for messages. Temporaries stay small whatever R and K. Errors: as
     `pack`.
     """
@@ -408,25 +418,30 @@ def pack_rows(dense: Array, into: PackedMatrix, *, first_row: int = 0) -> QuantS
     step = BLOCK_ROWS * max(1, _TILE_ELEMENTS // (BLOCK_ROWS * max(1, cols)))
     width = TILE_COLUMNS * max(1, _TILE_ELEMENTS // (TILE_COLUMNS * min(step, max(1, rows))))
     sums = ErrorSums(min(step, rows), cols)
-    for r in row_slices(rows, step):
-        for c in row_slices(cols, width):
-            tile = bits[r, c]
-            values, rounder = tools(tile.shape, kind, optype, overflow)
-            fits = values.take(tile)
-            largest = max(largest, values.largest)
-            if not fits or (kind.nonfinite is not None and largest >= kind.nonfinite):
-                raise _refusal(dense, pattern_of(optype), first_row)
-            scale = None
-            if into.scale is not None:
-                scale = scaling.expand(into.scale, into.info.scale, r, c)
-            codes = _codes_of(into, r, c)
-            rounder.round(values, scale, codes)
-            sums.add(rounder, scale, c.start)
-            clipped += rounder.clipped
-            kept += values.count
-            underflowed += values.count - rounder.nonzero
-            _store(codes, _meta(values.nonzero, optype), into, r, c)
-        energies[:, patches_of(r, slice(0, cols))[0]] = sums.fold(r.stop - r.start)
+    if find_scales and not 0 < cols <= width:
+        _fill(into, scaling.amax(dense, into.info.scale))
+    with short_buffers(cols // 2):
+        for r in row_slices(rows, step):
+            for c in row_slices(cols, width):
+                tile = bits[r, c]
+                values, rounder = tools(tile.shape, kind, optype, overflow)
+                fits = values.take(tile)
+                largest = max(largest, values.largest)
+                if not fits or (kind.nonfinite is not None and largest >= kind.nonfinite):
+                    raise _refusal(dense, pattern_of(optype), first_row)
+                if find_scales and width >= cols:
+                    _fill(into.rows(r), values.row_amax())
+                scale = None
+                if into.scale is not None:
+                    scale = scaling.expand(into.scale, into.info.scale, r, c)
+                codes = _codes_of(into, r, c)
+                rounder.round(values, scale, codes)
+                sums.add(rounder, scale, c.start)
+                clipped += rounder.clipped
+                kept += values.count
+                underflowed += values.count - rounder.nonzero
+                _store(codes, _meta(values.nonzero, optype), into, r, c)
+            energies[:, patches_of(r, slice(0, cols))[0]] = sums.fold(r.stop - r.start)
     top = magnitude_values(np.array([largest], kind.unsigned), kind).item()
     return QuantStats(
         kept=kept,
@@ -438,6 +453,11 @@ def pack_rows(dense: Array, into: PackedMatrix, *, first_row: int = 0) -> QuantS
     )
 
 
+def _fill(into: PackedMatrix, largest: Array) -> None:
+    assert into.scale is not None
+    into.scale[:] = scaling.make_scales(largest, into.info.optype.max_finite, into.info.scale)
+
+
 def check_rows(dense: Array, *, first_row: int = 0) -> None:
     """`BadInputError`, as of `pack_rows`, unless the rows are finite and 2:4."""
     if find_nonfinite(dense) or find_violation(dense):
@@ -445,8 +465,8 @@ def check_rows(dense: Array, *, first_row: int = 0) -> None:
 
 
 def _meta_of_occupancy() -> Array:
-    """The bytes of four groups, in one integer, by which of the sixteen values differ from zero, one
-    bit each; those of groups with more than two are of no use."""
+    """The bytes of four groups, as one integer, by which of the sixteen values differ from zero, a
+    bit each. Those of a group with more than two mean nothing."""
     every = np.arange(1 << 8, dtype=np.uint8)[:, None]
     values = np.unpackbits(every, axis=1, bitorder="little").view(np.int8)
     meta = metadata.encode(*keep_indices(values))[:, 0]

@@ -11,6 +11,9 @@ the call. So there are as few calls as possible, each on a whole tile.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 
@@ -24,6 +27,8 @@ from sp24cli.sparsity import GROUP, PATCH_COLUMNS, PATCH_ROWS, fold_halves, sum_
 #: Kept values whose errors are squared at a time: in float64 they stay in a core's L2 cache.
 _SUM_ELEMENTS = 1 << 16
 #: Integers of two values, by the bytes of one.
+#: Most values that NumPy takes at a time where it casts or broadcasts: see `short_buffers`.
+_BUFFER = 1024
 _PAIRS = {1: np.dtype(np.uint16), 2: np.dtype(np.uint32), 4: np.dtype(np.uint64)}
 
 
@@ -33,19 +38,25 @@ class KeptValues:
     Of the last tile that had the pattern, valid until the next: ``bits`` [R, C / 2] are those of
     the kept values in row order, every zero +0, ``magnitude`` what `magnitudes` makes of them and
     ``largest`` the greatest; ``nonzero`` bool [R, C] and ``count`` say which and how many values
-    of the tile differ from zero. ``spare``, as ``bits``, is for anyone.
+    of the tile differ from zero.
     """
 
     def __init__(self, shape: tuple[int, int], kind: NumberType, group: int) -> None:
         rows, cols = shape
         self._kind, self._group = kind, group
         self.nonzero = np.empty(shape, np.bool_)
-        self.bits, self.magnitude, self.spare = np.empty((3, rows, cols // 2), kind.unsigned)
+        self.bits: Array = np.empty((rows, cols // 2), kind.unsigned)
+        self.magnitude: Array = np.empty_like(self.bits)
         self.count = self.largest = 0
-        # Of a group two values at a time, where an integer holds them.
-        self._pair = _PAIRS.get(kind.dtype.itemsize, kind.unsigned)
-        self._single = np.empty((2, rows, cols // group), np.uint32)
-        self._factor = self._single[0].astype(self._pair, copy=False)
+        # Two values of a group at a time, where an integer holds them.
+        self._pair: np.dtype[Any] = _PAIRS.get(kind.dtype.itemsize, kind.unsigned)
+        self._first = np.empty((rows, cols // group), np.uint8)
+        self._change: Array = np.empty((rows, cols // group), kind.unsigned)
+        self._both = np.empty((rows, cols // group), self._pair)
+
+    def row_amax(self) -> Array:
+        """What `scaling.amax` says of the rows of the tile: [R, 1]."""
+        return magnitude_values(self.magnitude.max(axis=1, keepdims=True), self._kind)
 
     def take(self, tile: Array) -> bool:
         """Read ``tile``, bits [R, C] with any strides; whether it has the pattern.
@@ -69,34 +80,34 @@ class KeptValues:
         self.count = int(np.count_nonzero(self.nonzero))
         if self.count > self.bits.size:
             return False
-        np.bitwise_or(tile[:, 0::2], tile[:, 1::2], out=self.bits)
         if self._group == GROUP:
-            self._mend(tile)
+            self._two_of_four(tile)
+        else:
+            np.bitwise_xor(tile[:, 0::2], tile[:, 1::2], out=self.bits)
         magnitudes(self.bits, self._kind, out=self.magnitude)
         self.largest = int(self.magnitude.max())
         # Of three in a group, and of -0.0, fewer are kept.
         return int(np.count_nonzero(self.magnitude)) == self.count
 
-    def _mend(self, tile: Array) -> None:
-        """In ``bits`` are places 0 and 1 of each group, and 2 and 3, together: right where exactly
-        one of the first two is taken. Elsewhere places 0 and 2, and 1 and 3, belong together."""
-        first, shifted = self._single
-        of_group = self.nonzero.view(np.uint32)
-        np.right_shift(of_group, np.uint32(8), out=shifted)
-        np.bitwise_xor(of_group, shifted, out=first)
-        np.bitwise_and(first, np.uint32(1), out=first)
-        if self._factor.base is not self._single:
-            np.copyto(self._factor, first)
-        values, size = tile.view(self._pair), self._pair.itemsize // tile.itemsize
-        bits, spare = self.bits.view(self._pair), self.spare.view(self._pair)
-        lanes = 2 // size
+    def _two_of_four(self, tile: Array) -> None:
+        """``bits`` of places a, b, c, d of every group, at most two of which are not zero.
+
+        Where none or both of a and b are taken, they are a ^ c and b ^ d. Where one of them is,
+        they are a ^ b and c ^ d, and (a ^ c) ^ (a ^ b) = (b ^ d) ^ (c ^ d) = b ^ c.
+        """
+        np.bitwise_xor(tile[:, 1::4], tile[:, 2::4], out=self._change)
+        taken = self.nonzero.view(np.uint8)
+        np.bitwise_xor(taken[:, 0::4], taken[:, 1::4], out=self._first)
+        np.multiply(self._change, self._first, out=self._change)
+        values, bits, change = tile.view(self._pair), self.bits.view(self._pair), self._change
+        lanes = 2 * tile.itemsize // self._pair.itemsize
+        if lanes == 1:
+            twice = self._pair.type((1 << 8 * tile.itemsize) + 1)
+            change = np.multiply(change, twice, out=self._both, dtype=self._pair)
         for i in range(lanes):
-            kept, other = bits[:, i::lanes], spare[:, i::lanes]
-            np.bitwise_or(values[:, i :: 2 * lanes], values[:, lanes + i :: 2 * lanes], out=other)
-            # kept where the factor is 1, other where it is 0.
-            np.bitwise_xor(kept, other, out=kept)
-            np.multiply(kept, self._factor, out=kept)
-            np.bitwise_xor(kept, other, out=kept)
+            kept = bits[:, i::lanes]
+            np.bitwise_xor(values[:, i :: 2 * lanes], values[:, lanes + i :: 2 * lanes], out=kept)
+            np.bitwise_xor(kept, change, out=kept)
 
 
 class Rounder:
@@ -144,8 +155,7 @@ class Rounder:
             with np.errstate(over="ignore", under="ignore"):
                 np.divide(self._source, scale, out=self.values)
         top = kept.bits.dtype.type(8 * kept.bits.itemsize - 8)
-        np.right_shift(kept.bits, top, out=kept.spare)
-        np.copyto(self._sign, kept.spare, casting="unsafe")
+        np.right_shift(kept.bits, top, out=self._sign, casting="unsafe")
         name = self._optype.safetensors
         self.clipped, self.nonzero = round_fp8(
             self.values, self._sign, name, self._overflow, codes, self._scratch
@@ -160,7 +170,7 @@ class ErrorSums:
     def __init__(self, rows: int, cols: int) -> None:
         patches = -(-rows // PATCH_ROWS), -(-cols // PATCH_COLUMNS)
         self._by_row = np.zeros((2, patches[0], patches[1] * PATCH_COLUMNS // 2))
-        self._wide = np.empty(0)
+        self._wide: Array = np.empty(0)
 
     def add(self, rounder: Rounder, scale: Array | None, first: int) -> None:
         """Take a tile of all rows into account, from column ``first`` (a patch's first) on, that
@@ -174,11 +184,12 @@ class ErrorSums:
                 if self._wide.shape != shape:
                     self._wide = np.empty(shape)
                 error, signal = self._wide
-                # Cast first, then compute: a ufunc that casts as it goes is several times slower.
-                np.copyto(error, rounder.values[r])
+                if scale is None:
+                    np.copyto(error, rounder.values[r])
+                else:
+                    of_rows = scale[r] if len(scale) > 1 else scale
+                    np.multiply(rounder.values[r], of_rows.astype(np.float64), out=error)
                 np.copyto(signal, rounder.source[r])
-                if scale is not None:
-                    error *= (scale[r] if len(scale) > 1 else scale).astype(np.float64)
                 error -= signal
                 np.square(self._wide, out=self._wide)
                 patches = slice(r.start // PATCH_ROWS, -(-r.stop // PATCH_ROWS))
@@ -201,6 +212,19 @@ def _count_clipped(scaled: Array, optype: OperandType) -> int:
         return int(np.count_nonzero(np.abs(np.rint(scaled)) > optype.max_finite))
     unbounded = convert(scaled, optype, "nan").view(kind.unsigned)
     return int(np.count_nonzero(magnitudes(unbounded, kind) >= kind.nonfinite))
+
+
+@contextmanager
+def short_buffers(columns: int) -> Iterator[None]:
+    """For ufuncs in it on rows of ``columns`` values: one scale a row is not written out.
+
+    NumPy fills a buffer with whatever it broadcasts along rows, if a row is shorter than that.
+    """
+    before = np.setbufsize(max(16, min(_BUFFER, columns // 16 * 16)))
+    try:
+        yield
+    finally:
+        np.setbufsize(before)
 
 
 _MADE = threading.local()

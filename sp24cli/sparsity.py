@@ -239,7 +239,7 @@ def fold_halves(values: Array) -> Array:
     while (half := values.shape[-1] // 2) >= _LONG_ROW:
         values = values[..., :half] + values[..., half:]
     # Short rows take NumPy long, so the axis comes first.
-    values = np.ascontiguousarray(np.moveaxis(values, -1, 0))
+    values = np.ascontiguousarray(values.transpose(-1, *range(values.ndim - 1)))
     while (half := len(values) // 2) > 0:
         values = values[:half] + values[half:]
     folded: Array = values[0]
