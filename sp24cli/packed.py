@@ -22,7 +22,7 @@ from sp24cli.calibration import AMAX, ScaleRule
 from sp24cli.errors import BadInputError
 from sp24cli.fp8 import Overflow, check_overflow, find_unrounded, round_to
 from sp24cli.optypes import BLOCK_ROWS, OperandType, operand_type
-from sp24cli.packing import ErrorSums, short_buffers, tools
+from sp24cli.packing import short_buffers, tools
 from sp24cli.pruning import permute
 from sp24cli.pruning.pattern import TWO_OF_FOUR, Pattern, find_crowded, pattern_of, violation
 from sp24cli.rowblocks import pieces, row_slices, run, tiles
@@ -417,14 +417,13 @@ def pack_rows(
     # Few rows and many columns, for NumPy runs fastest along long rows.
     step = BLOCK_ROWS * max(1, _TILE_ELEMENTS // (BLOCK_ROWS * max(1, cols)))
     width = TILE_COLUMNS * max(1, _TILE_ELEMENTS // (TILE_COLUMNS * min(step, max(1, rows))))
-    sums = ErrorSums(min(step, rows), cols)
     if find_scales and not 0 < cols <= width:
         _fill(into, scaling.amax(dense, into.info.scale))
     with short_buffers(cols // 2):
         for r in row_slices(rows, step):
             for c in row_slices(cols, width):
                 tile = bits[r, c]
-                values, rounder = tools(tile.shape, kind, optype, overflow)
+                values, rounder, sums = tools(tile.shape, kind, optype, overflow)
                 fits = values.take(tile)
                 largest = max(largest, values.largest)
                 if not fits or (kind.nonfinite is not None and largest >= kind.nonfinite):
@@ -436,12 +435,12 @@ def pack_rows(
                     scale = scaling.expand(into.scale, into.info.scale, r, c)
                 codes = _codes_of(into, r, c)
                 rounder.round(values, scale, codes)
-                sums.add(rounder, scale, c.start)
+                here = slice(None), *patches_of(r, c)
+                energies[here] = sums.of(rounder, scale)
                 clipped += rounder.clipped
                 kept += values.count
                 underflowed += values.count - rounder.nonzero
                 _store(codes, _meta(values.nonzero, optype), into, r, c)
-            energies[:, patches_of(r, slice(0, cols))[0]] = sums.fold(r.stop - r.start)
     top = magnitude_values(np.array([largest], kind.unsigned), kind).item()
     return QuantStats(
         kept=kept,

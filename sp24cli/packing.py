@@ -26,10 +26,14 @@ from sp24cli.sparsity import GROUP, PATCH_COLUMNS, PATCH_ROWS, fold_halves, sum_
 
 #: Kept values whose errors are squared at a time: in float64 they stay in a core's L2 cache.
 _SUM_ELEMENTS = 1 << 16
-#: Integers of two values, by the bytes of one.
 #: Most values that NumPy takes at a time where it casts or broadcasts: see `short_buffers`.
 _BUFFER = 1024
-_PAIRS = {1: np.dtype(np.uint16), 2: np.dtype(np.uint32), 4: np.dtype(np.uint64)}
+#: Integers of two values, by the bytes of one.
+_PAIRS: dict[int, np.dtype[Any]] = {
+    1: np.dtype(np.uint16),
+    2: np.dtype(np.uint32),
+    4: np.dtype(np.uint64),
+}
 
 
 class KeptValues:
@@ -49,7 +53,7 @@ class KeptValues:
         self.magnitude: Array = np.empty_like(self.bits)
         self.count = self.largest = 0
         # Two values of a group at a time, where an integer holds them.
-        self._pair: np.dtype[Any] = _PAIRS.get(kind.dtype.itemsize, kind.unsigned)
+        self._pair = _PAIRS.get(kind.dtype.itemsize, kind.unsigned)
         self._first = np.empty((rows, cols // group), np.uint8)
         self._change: Array = np.empty((rows, cols // group), kind.unsigned)
         self._both = np.empty((rows, cols // group), self._pair)
@@ -163,27 +167,25 @@ class Rounder:
 
 
 class ErrorSums:
-    """Energies of error and signal of rows [R, ``cols``], by patch of the dense matrix: what
-    `sum_patches` gives of the kept values, and of their difference to code * scale.
-    """
+    """Energies of error and signal of tiles of kept values [R, N], by patch of the dense matrix."""
 
-    def __init__(self, rows: int, cols: int) -> None:
-        patches = -(-rows // PATCH_ROWS), -(-cols // PATCH_COLUMNS)
-        self._by_row = np.zeros((2, patches[0], patches[1] * PATCH_COLUMNS // 2))
-        self._wide: Array = np.empty(0)
+    def __init__(self, shape: tuple[int, int]) -> None:
+        rows, kept = shape
+        self._patches = -(-rows // PATCH_ROWS), -(-2 * kept // PATCH_COLUMNS)
+        # What is behind the last column stays zero.
+        width = self._patches[1] * PATCH_COLUMNS // 2
+        self._by_row = np.zeros((2, self._patches[0], width))
+        self._step = PATCH_ROWS * max(1, _SUM_ELEMENTS // (PATCH_ROWS * kept))
+        self._wide = np.empty((2, min(rows, self._step), kept))
 
-    def add(self, rounder: Rounder, scale: Array | None, first: int) -> None:
-        """Take a tile of all rows into account, from column ``first`` (a patch's first) on, that
-        was rounded with ``scale``."""
+    def of(self, rounder: Rounder, scale: Array | None) -> Array:
+        """What `sum_patches` gives of code * scale - source, and of the source, of the tile that
+        was rounded with ``scale``: [2, patches of R, of K]."""
         rows, kept = rounder.source.shape
-        step = PATCH_ROWS * max(1, _SUM_ELEMENTS // (PATCH_ROWS * kept))
-        columns = slice(first // 2, first // 2 + kept)
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-            for r in row_slices(rows, step):
-                shape = 2, r.stop - r.start, kept
-                if self._wide.shape != shape:
-                    self._wide = np.empty(shape)
-                error, signal = self._wide
+            for r in row_slices(rows, self._step):
+                wide = self._wide[:, : r.stop - r.start]
+                error, signal = wide
                 if scale is None:
                     np.copyto(error, rounder.values[r])
                 else:
@@ -191,15 +193,10 @@ class ErrorSums:
                     np.multiply(rounder.values[r], of_rows.astype(np.float64), out=error)
                 np.copyto(signal, rounder.source[r])
                 error -= signal
-                np.square(self._wide, out=self._wide)
+                np.square(wide, out=wide)
                 patches = slice(r.start // PATCH_ROWS, -(-r.stop // PATCH_ROWS))
-                sum_rows(self._wide, self._by_row[:, patches, columns])
-
-    def fold(self, rows: int) -> Array:
-        """The sums of the tiles' first ``rows`` rows: [error and signal, patches of rows, of K]."""
-        by_row = self._by_row[:, : -(-rows // PATCH_ROWS)]
-        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-            return fold_halves(by_row.reshape(*by_row.shape[:2], -1, PATCH_COLUMNS // 2))
+                sum_rows(wide, self._by_row[:, patches, :kept])
+            return fold_halves(self._by_row.reshape(2, *self._patches, -1))
 
 
 def _count_clipped(scaled: Array, optype: OperandType) -> int:
@@ -227,20 +224,24 @@ def short_buffers(columns: int) -> Iterator[None]:
         np.setbufsize(before)
 
 
+_Tools = tuple[KeptValues, Rounder, ErrorSums]
 _MADE = threading.local()
 
 
 def tools(
     shape: tuple[int, int], kind: NumberType, optype: OperandType, overflow: Overflow
-) -> tuple[KeptValues, Rounder]:
+) -> _Tools:
     """For tiles [R, C] = ``shape``. A thread keeps those of the last two shapes, for whole tiles
     and the narrower last one of a row: memory that is handed back after every band of a weight
     would have to be cleared for the next."""
-    made: dict[object, tuple[KeptValues, Rounder]] = _MADE.__dict__.setdefault("tools", {})
+    made: dict[object, tuple[KeptValues, Rounder, ErrorSums]] = _MADE.__dict__.setdefault(
+        "tools", {}
+    )
     key = shape, kind.name, optype.name, overflow
     if key not in made:
         if len(made) == 2:
             del made[next(iter(made))]
         kept = KeptValues(shape, kind, optype.group)
-        made[key] = kept, Rounder(kept.bits.shape, kind, optype, overflow)
+        shape = kept.bits.shape
+        made[key] = kept, Rounder(shape, kind, optype, overflow), ErrorSums(shape)
     return made[key]
