@@ -179,7 +179,7 @@ class ErrorSums:
         self._wide = np.empty((2, min(rows, self._step), kept))
 
     def of(self, rounder: Rounder, scale: Array | None) -> Array:
-        """What `sum_patches` gives of code * scale - source, and of the source, of the tile that
+        """The sums of squares of code * scale - source, and of the source, of the tile that
         was rounded with ``scale``: [2, patches of R, of K]."""
         rows, kept = rounder.source.shape
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
