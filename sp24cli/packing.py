@@ -68,6 +68,7 @@ class KeptValues:
         Which of a group's zeros count as kept is for `metadata`; here a lone value is the first but
         where it stands in the last place.
         """
+        # Two values as one integer need neighbours, and NumPy takes long over unaligned ones.
         if tile.strides[1] != tile.itemsize or not tile.view(self._pair).flags.aligned:
             tile = tile.copy()
         if self._gather(tile):

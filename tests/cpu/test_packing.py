@@ -13,7 +13,7 @@ from sp24cli.bits import NUMBER_TYPES, NumberType, number_type, widen
 from sp24cli.fp8 import Overflow
 from sp24cli.metadata import encode, kept_places
 from sp24cli.optypes import OPERAND_TYPES, OperandType
-from sp24cli.packed import PackedMatrix, PackInfo, QuantStats, pack_rows
+from sp24cli.packed import PackedMatrix, PackInfo, QuantStats, pack, pack_rows
 from sp24cli.packing import KeptValues
 from sp24cli.scaling import ScaleSpec, amax, make_scales
 from sp24cli.sparsity import PATCH_COLUMNS, PATCH_ROWS, fold, keep_indices
@@ -174,6 +174,17 @@ def test_a_crowded_group_does_not_fit(source: str, crowded: int) -> None:
         dense = groups_of([0, crowded, 0, 0], kind, zero)
         values = KeptValues(dense.shape, kind, 4)
         assert not values.take(dense.view(kind.unsigned))
+
+
+def test_scales_of_rows_wider_than_a_tile() -> None:
+    rng = np.random.default_rng(6)
+    dense = in_any_places(rng.standard_normal((65 * 5000, 2)).astype(np.float16), rng)
+    dense = dense.reshape(65, 20000)
+    scales = make_scales(amax(dense, VECTOR), 448.0, VECTOR)
+    packed, _ = pack(dense, OPERAND_TYPES["e4m3"], VECTOR)
+    assert packed.scale is not None
+    assert (packed.scale == scales).all()
+    check(dense, scales, OPERAND_TYPES["e4m3"], "satfinite")
 
 
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float32])
