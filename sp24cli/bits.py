@@ -105,8 +105,7 @@ def widen(values: Array, *, out: Array | None = None) -> Array:
     kind = number_type(values.dtype)
     if kind.name == "BF16":
         bits = np.empty(values.shape, np.uint32) if out is None else out.view(np.uint32)
-        np.copyto(bits, values.view(np.uint16))
-        np.left_shift(bits, np.uint32(16), out=bits)
+        np.left_shift(values.view(np.uint16), np.uint32(16), out=bits, dtype=np.uint32)
         return bits.view(np.float32)
     if kind.name in ("F64", "F32"):
         wide = values

@@ -22,7 +22,7 @@ from sp24cli.calibration import AMAX, ScaleRule
 from sp24cli.errors import BadInputError
 from sp24cli.fp8 import Overflow, check_overflow, find_unrounded, round_to
 from sp24cli.optypes import BLOCK_ROWS, OperandType, operand_type
-from sp24cli.packing import ErrorSums, in_row_order, tools
+from sp24cli.packing import short_buffers, tools
 from sp24cli.pruning import permute
 from sp24cli.pruning.pattern import TWO_OF_FOUR, Pattern, find_crowded, pattern_of, violation
 from sp24cli.rowblocks import pieces, row_slices, run, tiles
@@ -40,9 +40,9 @@ from sp24cli.sparsity import (
     patches_of,
 )
 
-#: Values of one tile of `pack_rows`. Half as many would stay in a core's L2 cache, but two workers
-#: then wait for each other's interpreter lock between short NumPy calls.
-_TILE_ELEMENTS = 1 << 19
+#: Values of one tile of `pack_rows`. An eighth as many would stay in a core's L2 cache, but two
+#: workers then wait for each other's interpreter lock between short NumPy calls.
+_TILE_ELEMENTS = 1 << 20
 
 Layout = Literal["row", "sm90"]
 Pruned = Literal["magnitude", "wanda", "given"]
@@ -380,19 +380,29 @@ def pack(
     )
     scale = None
     blocks = pieces(rows, cols, math.lcm(BLOCK_ROWS, spec.row_step))
-    if spec.kind != "none":
+    if spec.kind == "vector":
+        scale = np.empty(spec.shape(rows, cols), spec.dtype)
+    elif spec.kind != "none":
         largest = run(lambda r: scaling.amax(dense[r], spec), blocks or [slice(0, 0)], workers)
         scale = scaling.make_scales(scaling.join_amax(largest, spec), optype.max_finite, spec)
     packed = PackedMatrix.empty(info, scale)
-    stats = run(lambda r: pack_rows(dense[r], packed.rows(r), first_row=r.start), blocks, workers)
+
+    def piece(r: slice) -> QuantStats:
+        by_row = spec.kind == "vector"
+        return pack_rows(dense[r], packed.rows(r), find_scales=by_row, first_row=r.start)
+
+    stats = run(piece, blocks, workers)
     return packed, QuantStats.merge(stats)
 
 
-def pack_rows(dense: Array, into: PackedMatrix, *, first_row: int = 0) -> QuantStats:
-    """Packs some rows, ``dense`` [R, K], with known scales into the parts of ``into``.
+def pack_rows(
+    dense: Array, into: PackedMatrix, *, find_scales: bool = False, first_row: int = 0
+) -> QuantStats:
+    """Packs some rows, ``dense`` [R, K], into the parts of ``into``.
 
     ``into`` describes these rows alone (shape [R, K], its ``scale`` filled in): a
-    `PackedMatrix.empty`, or `PackedMatrix.rows` of a larger one. ``first_row`` is where they
+    `PackedMatrix.empty`, or `PackedMatrix.rows` of a larger one. ``find_scales`` fills in the
+    scales, which must be of kind ``vector``, by amax on the way. ``first_row`` is where they
     stand in the whole, for messages. Temporaries stay small whatever R and K. Errors: as
     `pack`.
     """
@@ -407,32 +417,30 @@ def pack_rows(dense: Array, into: PackedMatrix, *, first_row: int = 0) -> QuantS
     # Few rows and many columns, for NumPy runs fastest along long rows.
     step = BLOCK_ROWS * max(1, _TILE_ELEMENTS // (BLOCK_ROWS * max(1, cols)))
     width = TILE_COLUMNS * max(1, _TILE_ELEMENTS // (TILE_COLUMNS * min(step, max(1, rows))))
-    sums = ErrorSums(min(step, rows), cols, optype.group)
-    for r in row_slices(rows, step):
-        for c in row_slices(cols, width):
-            tile = bits[r, c]
-            planes, rounder = tools(tile.shape, kind, optype, overflow)
-            planes.look(tile)
-            filled = planes.nonzero
-            if optype.group != GROUP:
-                # A value of a pair of tf32 fills two places of its group.
-                filled = filled.repeat(GROUP // optype.group, axis=1)
-            meta = _META_OF_OCCUPANCY.take(np.packbits(filled, axis=1, bitorder="little"))
-            largest = max(largest, planes.largest)
-            if not meta.all() or (kind.nonfinite is not None and largest >= kind.nonfinite):
-                raise _refusal(dense, pattern_of(optype), first_row)
-            factor = None
-            if into.scale is not None:
-                factor = scaling.expand(into.scale, into.info.scale, r, c, step=GROUP)
-            codes = rounder.round(planes.take(tile), factor)
-            sums.add(rounder, c.start)
-            clipped += rounder.clipped
-            kept += planes.count
-            underflowed += planes.count - rounder.nonzero
-            if filled.shape[1] % 8:
-                meta[:, -1] &= 0x0F
-            _store(codes, meta, into, r, c)
-        energies[:, patches_of(r, slice(0, cols))[0]] = sums.fold(r.stop - r.start)
+    if find_scales and not 0 < cols <= width:
+        _fill(into, scaling.amax(dense, into.info.scale))
+    with short_buffers(cols // 2):
+        for r in row_slices(rows, step):
+            for c in row_slices(cols, width):
+                tile = bits[r, c]
+                values, rounder, sums = tools(tile.shape, kind, optype, overflow)
+                fits = values.take(tile)
+                largest = max(largest, values.largest)
+                if not fits or (kind.nonfinite is not None and largest >= kind.nonfinite):
+                    raise _refusal(dense, pattern_of(optype), first_row)
+                if find_scales and width >= cols:
+                    _fill(into.rows(r), values.row_amax())
+                scale = None
+                if into.scale is not None:
+                    scale = scaling.expand(into.scale, into.info.scale, r, c)
+                codes = _codes_of(into, r, c)
+                rounder.round(values, scale, codes)
+                here = slice(None), *patches_of(r, c)
+                energies[here] = sums.of(rounder, scale)
+                clipped += rounder.clipped
+                kept += values.count
+                underflowed += values.count - rounder.nonzero
+                _store(codes, _meta(values.nonzero, optype), into, r, c)
     top = magnitude_values(np.array([largest], kind.unsigned), kind).item()
     return QuantStats(
         kept=kept,
@@ -444,6 +452,11 @@ def pack_rows(dense: Array, into: PackedMatrix, *, first_row: int = 0) -> QuantS
     )
 
 
+def _fill(into: PackedMatrix, largest: Array) -> None:
+    assert into.scale is not None
+    into.scale[:] = scaling.make_scales(largest, into.info.optype.max_finite, into.info.scale)
+
+
 def check_rows(dense: Array, *, first_row: int = 0) -> None:
     """`BadInputError`, as of `pack_rows`, unless the rows are finite and 2:4."""
     if find_nonfinite(dense) or find_violation(dense):
@@ -451,14 +464,33 @@ def check_rows(dense: Array, *, first_row: int = 0) -> None:
 
 
 def _meta_of_occupancy() -> Array:
-    """The byte of two groups by which of the eight values differ from zero; 0 if not 2:4."""
-    every = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
-    meta = metadata.encode(*keep_indices(every.view(np.int8)))[:, 0]
-    meta[(every.reshape(256, 2, GROUP).sum(axis=2) > 2).any(axis=1)] = 0
-    return meta
+    """The bytes of four groups, as one integer, by which of the sixteen values differ from zero, a
+    bit each. Those of a group with more than two mean nothing."""
+    every = np.arange(1 << 8, dtype=np.uint8)[:, None]
+    values = np.unpackbits(every, axis=1, bitorder="little").view(np.int8)
+    meta = metadata.encode(*keep_indices(values))[:, 0]
+    bytes_of = np.arange(1 << 16, dtype=np.uint16)[:, None].view(np.uint8)
+    return meta.take(bytes_of).view(np.uint16)[:, 0]
 
 
 _META_OF_OCCUPANCY = _meta_of_occupancy()
+
+
+def _meta(nonzero: Array, optype: OperandType) -> Array:
+    """The metadata, uint8 [R, ceil(C/8)] (C/4 for tf32), of rows of which ``nonzero`` [R, C] says
+    where values differ from zero."""
+    if optype.group != GROUP:
+        # A value of a pair of tf32 fills two places of its group.
+        nonzero = nonzero.repeat(GROUP // optype.group, axis=1)
+    cols = nonzero.shape[1]
+    occupied = np.packbits(nonzero, axis=1, bitorder="little")
+    if occupied.shape[1] % 2:
+        occupied = np.pad(occupied, ((0, 0), (0, 1)))
+    meta: Array = _META_OF_OCCUPANCY.take(occupied.view(np.uint16)).view(np.uint8)
+    meta = meta[:, : metadata.meta_bytes(cols)]
+    if cols % 8:
+        meta[:, -1] &= 0x0F
+    return meta
 
 
 def _refusal(dense: Array, pattern: Pattern, first_row: int) -> BadInputError:
@@ -469,18 +501,23 @@ def _refusal(dense: Array, pattern: Pattern, first_row: int) -> BadInputError:
     return violation(pattern, *(find_crowded(dense, pattern) or (0, 0)), first_row)
 
 
+def _codes_of(into: PackedMatrix, r: slice, c: slice) -> Array:
+    """Where the codes of a tile are to be written: their place, or where they go to an image."""
+    if into.values is not None:
+        return into.values[r, c.start // 2 : c.stop // 2]
+    return np.empty((r.stop - r.start, (c.stop - c.start) // 2), into.info.optype.dtype)
+
+
 def _store(codes: Array, meta: Array, into: PackedMatrix, r: slice, c: slice) -> None:
-    """Put the ``codes`` of a tile, in planes, and its metadata in their places."""
+    """Put the ``meta`` of a tile in its place, and where there is an image the ``codes``, too."""
+    optype = into.info.optype
     if into.blocks is not None:
-        optype = into.info.optype
         rows = slice(r.start // BLOCK_ROWS, -(-r.stop // BLOCK_ROWS))
         cols = slice(c.start // optype.block_k, -(-c.stop // optype.block_k))
-        in_order = in_row_order(codes)
-        sm90.to_sm90(in_order, meta, c.stop - c.start, optype, out=into.blocks[rows, cols])
+        sm90.to_sm90(codes, meta, c.stop - c.start, optype, out=into.blocks[rows, cols])
         return
-    assert into.values is not None and into.meta is not None
-    in_row_order(codes, into.values[r, c.start // 2 : c.stop // 2])
-    meta_k = into.info.optype.meta_k
+    assert into.meta is not None
+    meta_k = optype.meta_k
     into.meta[r, meta_k(c.start) // 8 : metadata.meta_bytes(meta_k(c.stop))] = meta
 
 

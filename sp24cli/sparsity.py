@@ -23,6 +23,8 @@ PATCH_ROWS, PATCH_COLUMNS = 16, 256
 TILE_COLUMNS = 1024
 #: Squares added up at a time, which mostly stay in a core's cache.
 _SUM_ELEMENTS = 1 << 17
+#: From so many values on NumPy adds rows without much ado between them.
+_LONG_ROW = 32
 
 
 def check_matrix(dense: Array, group: int = GROUP) -> tuple[int, int, NumberType]:
@@ -234,9 +236,14 @@ def sum_rows(values: Array, out: Array) -> None:
 def fold_halves(values: Array) -> Array:
     """The sums along the last axis, a power of two long: the upper half is added to the lower
     until one is left. Zeros behind, up to a larger power of two, change nothing."""
-    while (half := values.shape[-1] // 2) > 0:
+    while (half := values.shape[-1] // 2) >= _LONG_ROW:
         values = values[..., :half] + values[..., half:]
-    return values[..., 0]
+    # Short rows take NumPy long, so the axis comes first.
+    values = np.ascontiguousarray(values.transpose(-1, *range(values.ndim - 1)))
+    while (half := len(values) // 2) > 0:
+        values = values[:half] + values[half:]
+    folded: Array = values[0]
+    return folded
 
 
 def fold(sums: Array) -> float:

@@ -253,17 +253,20 @@ def pack_band(
         raise not_finite(tensor_label(file, name), dense, start, place)
     pattern = pattern_of(info.optype)
     dense = (arrange or _PLAIN).rows(file, name, start, dense, prune=prune, pattern=pattern)
+    find_scales = scale is None and info.calibration == AMAX and info.scale.kind == "vector"
     if scale is None and info.calibration != AMAX:
         kept = _kept(file, name, start, dense)
         scale = calibration.unit_scales(
             kept, info.scale, info.optype, info.overflow, info.calibration
         )
+    elif find_scales:
+        scale = np.empty(info.scale.shape(*dense.shape), info.scale.dtype)
     elif scale is None and info.scale.kind != "none":
         largest = scaling.amax(dense, info.scale)
         scale = scaling.make_scales(largest, info.optype.max_finite, info.scale)
     into = PackedMatrix.empty(band_info, scale)
     try:
-        stats = pack_rows(dense, into, first_row=start)
+        stats = pack_rows(dense, into, find_scales=find_scales, first_row=start)
     except BadInputError as fault:
         raise BadInputError(f"{tensor_label(file, name)}: {fault}") from fault
     file.drop_cache(name, rows)

@@ -1,4 +1,4 @@
-"""Packing by planes against packing value by value: the same codes, places, sums, to the bit."""
+"""Packing tile by tile against packing value by value: the same codes, places, sums, to the bit."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from sp24cli.bits import NUMBER_TYPES, number_type, widen
+from sp24cli.bits import NUMBER_TYPES, NumberType, number_type, widen
 from sp24cli.fp8 import Overflow
 from sp24cli.metadata import encode, kept_places
 from sp24cli.optypes import OPERAND_TYPES, OperandType
-from sp24cli.packed import PackedMatrix, PackInfo, QuantStats, pack_rows
-from sp24cli.packing import KeptPlanes
+from sp24cli.packed import PackedMatrix, PackInfo, QuantStats, pack, pack_rows
+from sp24cli.packing import KeptValues
 from sp24cli.scaling import ScaleSpec, amax, make_scales
 from sp24cli.sparsity import PATCH_COLUMNS, PATCH_ROWS, fold, keep_indices
 from tests.cpu.patchsums import sum_patches
@@ -130,7 +130,7 @@ def test_shapes(source: str, shape: tuple[int, int], type_name: str) -> None:
         check(dense, scales / np.float32(3), optype, "nan")
         check(np.asfortranarray(dense), scales, optype, "satfinite")
         return
-    # ml_dtypes rounds float64 twice: here only that planes and sums are those of the values.
+    # ml_dtypes rounds float64 twice: here only that codes and sums are those of the values.
     narrow = np.float32(scales)
     exact = dense.astype(np.float32).astype(np.float64)
     info = PackInfo(shape, source, type_name, VECTOR, "given", "row", "satfinite")
@@ -143,22 +143,62 @@ def test_shapes(source: str, shape: tuple[int, int], type_name: str) -> None:
     assert stats.signal_energy == fold(sum_patches(values.copy(), PATCH_COLUMNS // 2))
 
 
+def groups_of(occupancies: list[int], kind: NumberType, zero: float) -> np.ndarray:
+    """A row of groups with nonzeros at the set bits of ``occupancies`` and ``zero`` elsewhere."""
+    groups = np.array([[(1.5 + i if w >> i & 1 else 0) for i in range(4)] for w in occupancies])
+    return np.where(groups == 0, zero, -groups).astype(kind.dtype).reshape(1, -1)
+
+
 @pytest.mark.parametrize("source", [k.name for k in NUMBER_TYPES.values()])
-def test_planes_of_every_occupancy(source: str) -> None:
+def test_kept_values_of_every_occupancy(source: str) -> None:
     # Each of the eleven ways to hold at most two nonzeros, with zeros of either sign between.
     kind = NUMBER_TYPES[source]
     ways = [w for w in range(16) if w.bit_count() <= 2]
-    groups = np.array([[(1.5 + i if w >> i & 1 else 0) for i in range(4)] for w in ways])
     for zero in (0.0, -0.0):
-        dense = np.where(groups == 0, zero, -groups).astype(kind.dtype).reshape(1, -1)
-        bits = dense.view(kind.unsigned)
-        planes = KeptPlanes(bits.shape, kind, 4)
-        planes.look(bits)
-        kept = planes.take(bits).transpose(1, 2, 0).reshape(-1).view(kind.dtype)
+        dense = groups_of(ways, kind, zero)
+        values = KeptValues(dense.shape, kind, 4)
+        assert values.take(dense.view(kind.unsigned))
+        kept = values.bits.view(kind.dtype).reshape(-1).astype(np.float64)
         want = dense.reshape(-1).take(kept_places(encode(*keep_indices(dense)), dense.shape[1]))
-        assert (kept.astype(np.float64) == want.astype(np.float64)).all()
-        assert not np.signbit(kept.astype(np.float64)[kept.astype(np.float64) == 0]).any()
-        assert planes.count == sum(w.bit_count() for w in ways)
+        assert (kept == want.astype(np.float64)).all()
+        assert not np.signbit(kept[kept == 0]).any()
+        assert values.count == sum(w.bit_count() for w in ways)
+
+
+@pytest.mark.parametrize("source", [k.name for k in NUMBER_TYPES.values()])
+@pytest.mark.parametrize("crowded", [w for w in range(16) if w.bit_count() > 2])
+def test_a_crowded_group_does_not_fit(source: str, crowded: int) -> None:
+    # Beside as many empty groups as hide it from who counts over the tile.
+    kind = NUMBER_TYPES[source]
+    for zero in (0.0, -0.0):
+        dense = groups_of([0, crowded, 0, 0], kind, zero)
+        values = KeptValues(dense.shape, kind, 4)
+        assert not values.take(dense.view(kind.unsigned))
+
+
+def test_scales_of_rows_wider_than_a_tile() -> None:
+    rng = np.random.default_rng(6)
+    dense = in_any_places(rng.standard_normal((65 * 5000, 2)).astype(np.float16), rng)
+    dense = dense.reshape(65, 20000)
+    scales = make_scales(amax(dense, VECTOR), 448.0, VECTOR)
+    packed, _ = pack(dense, OPERAND_TYPES["e4m3"], VECTOR)
+    assert packed.scale is not None
+    assert (packed.scale == scales).all()
+    check(dense, scales, OPERAND_TYPES["e4m3"], "satfinite")
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float32])
+def test_rows_that_start_off_a_pair(dtype: Any) -> None:
+    # As in a file whose tensors before have an odd number of values.
+    rng = np.random.default_rng(5)
+    pairs = rng.standard_normal((16 * 64, 2)).astype(dtype)
+    dense = in_any_places(pairs, rng).reshape(64, 64)
+    size = dense.nbytes
+    room = np.empty(size + 16, np.uint8)
+    start = -room.ctypes.data % 16 + dense.itemsize
+    shifted = room[start : start + size].view(dtype).reshape(dense.shape)
+    shifted[:] = dense
+    check(shifted, np.full((64, 1), 0.01, np.float32), OPERAND_TYPES["e4m3"], "satfinite")
 
 
 def test_patches_are_sixteen_rows() -> None:
