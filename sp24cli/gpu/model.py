@@ -96,10 +96,10 @@ class Points:
 
     ``tile_rows`` are whole clusters along M, ``tiles`` these by ``cols``, of which ``places`` run
     at once; ``steps`` are stages of a tile and part of K. ``a``, ``b`` and ``d`` are the
-    bytes of the whole operands, ``step_a`` what a cluster reads of A in a step. ``blocks`` are those
-    of 64 rows of a warpgroup, ``pieces`` of a sum a step, ``scaled`` these if their scales differ.
-    ``last`` are
-    the tokens in the last column of tiles. ``kept`` says that B is to stay in L2.
+    bytes of the whole operands, ``step_a`` what a cluster reads of A in a step. ``blocks`` are
+    those of 64 rows of a warpgroup, ``pieces`` of a sum a step, ``scaled`` these if their scales
+    differ. ``last`` are the tokens in the last column of tiles. ``kept`` says that B is to stay in
+    L2.
     """
 
     tile_n: Array

@@ -186,7 +186,8 @@ def test_tile_order_changes_no_bit(device: Device, entry: manifest.Entry) -> Non
 def test_every_number_of_blocks_is_split(device: Device, entry: manifest.Entry) -> None:
     """From one block, which leaves parts without any, to more than two a part."""
     for blocks in range(1, 2 * entry.split + 2):
-        problem = problems.integers(entry.type, 130, 35, blocks * entry.tile_k - 4)
+        k = blocks * entry.tile_k - 4
+        problem = problems.integers(entry.type, 130, 35, k, problems.operand_scale(entry))
         want = problem.exact.astype(np.float32).astype(OUT_DTYPES[entry.out_type])
         assert np.array_equal(run(device, entry, problem), want), blocks
 
