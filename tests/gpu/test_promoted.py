@@ -26,7 +26,7 @@ SHAPES = [
     (65, 300, 132),
     (1000, 77, 4092),
     (200, 390, 1344),
-    (8500, 1100, 640),
+    (4300, 1100, 640),
 ]
 
 #: Scales of A (rows, columns; None: one a row) and columns of a scale of B (0: one a row).

@@ -46,7 +46,7 @@ SHAPES = [
     (1000, 77, 4092),
     (200, 390, 1344),
     (8, 1, 4),
-    (8500, 1100, 640),
+    (4300, 1100, 640),
 ]
 
 #: Blocks of every kind that kernels take, by the scales in the image.
