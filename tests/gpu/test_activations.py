@@ -27,6 +27,7 @@ from sp24cli.scaling import ScaleSpec
 from sp24cli.sparsity import prune_24
 from sp24cli.verify.compare import Comparison
 from sp24cli.verify.gpu import verify_matrix
+from sp24cli.verify.result import NumericsResult
 from sp24cli.verify.smoothed import SmoothedTokens
 from sp24cli.verify.tensorcore import element_bound
 
@@ -377,6 +378,18 @@ def test_the_product_of_a_smoothed_weight_is_that_of_the_original(
     assert not comparison.check().passed
 
 
+def verified_as_if(packed: PackedMatrix, **wrong: Array) -> NumericsResult:
+    """What `verify_matrix` finds if these parts are not what reaches the GPU."""
+    upload = SparseWeight.upload
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            SparseWeight,
+            "upload",
+            lambda device, packed, **how: upload(device, replace(packed, **wrong), **how),
+        )
+        return verify_matrix(packed, 1)
+
+
 @pytest.mark.parametrize(
     ("type_name", "spec"),
     [
@@ -403,14 +416,7 @@ def test_smoothed_weights_are_verified(
     assert packed.smooth is not None
     wrong = packed.smooth.copy()
     wrong[3] *= np.float32(1.5)
-    upload = SparseWeight.upload
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            SparseWeight,
-            "upload",
-            lambda dev, packed, **how: upload(dev, replace(packed, smooth=wrong), **how),
-        )
-        result = verify_matrix(packed, 1)
+    result = verified_as_if(packed, smooth=wrong)
     failed = [check.name for check in result.checks if not check.passed]
     assert f"smooth_tokens_{type_name}_f32" in failed
 
@@ -432,14 +438,7 @@ def test_permuted_weights_are_verified(device: Device, type_name: str, layout: s
     assert packed.perm is not None
     wrong = packed.perm.copy()
     wrong[[3, 300]] = wrong[[300, 3]]
-    upload = SparseWeight.upload
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            SparseWeight,
-            "upload",
-            lambda dev, packed, **how: upload(dev, replace(packed, perm=wrong), **how),
-        )
-        result = verify_matrix(packed, 1)
+    result = verified_as_if(packed, perm=wrong)
     assert not result.checks[0].passed
 
 
