@@ -429,8 +429,8 @@ def matmul(
             the plain sums of products of codes.
         scale: f32, one for all of x, one a row of it, or [N, ceil(K / scale_k)]: one a row and
             ``scale_k`` columns, a multiple of 64 (not for a permuted weight, in whose order columns
-            of one scale lie apart). The latter in any strides: it is read twice as fast where the
-            scales of neighbouring rows lie side by side (column-major).
+            of one scale lie apart). The latter in any strides: read fastest where the scales of
+            neighbouring rows lie side by side (column-major).
         bias: f32 [M].
         accumulate: "fast", or "precise": FP8 sums are promoted to float32 every 256 of K. Sums with
             scales that change along K are promoted at least as often, whatever is said here.
@@ -487,7 +487,10 @@ def matmul(
         if by_block:
             scales = view(scale, "scale", stream)
             if scales.dtype != np.float32 or min(scales.strides) < 0:
-                raise Sp24Error(f"scale is {scales.dtype} of strides {list(scales.strides)}")
+                raise Sp24Error(
+                    f"scale is {scales.dtype} {list(scales.shape)} of strides "
+                    f"{list(scales.strides)}, needed is f32, none of them negative"
+                )
             strides = (scales.strides[0], scales.strides[1])
         else:
             scales = vector(scale, "scale", (1, n), stream)
