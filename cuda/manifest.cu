@@ -167,7 +167,7 @@ int main() {
 #include "kernels.def"
   const char* comma = "";
   std::printf("\n],\n\"args\": {\n\"gemm\": {\"tensor_map_bytes\": %zu, \"bytes\": %zu, \"fields\": [",
-              sizeof(CUtensorMap), sizeof(sp24::GemmArgs));
+              sizeof(sp24::MapsB), sizeof(sp24::GemmArgs));
 #define X(type, name)                                                                         \
   std::printf("%s[\"%s\", \"%s\", %zu]", comma, #name, #type, offsetof(sp24::GemmArgs, name)); \
   comma = ", ";

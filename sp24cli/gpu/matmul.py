@@ -150,9 +150,10 @@ class Plan:
         if not entry.scales and (scale_b is not None or bias is not None):
             raise Sp24Error(f"{entry.out_type} are plain sums: no scale and no bias goes with them")
         out_ptr = _pointer(out)
-        b = tensor_map(
-            _pointer(x), k * item, self.n, ldx * item, (entry.box_bytes_b, entry.box_rows_b)
-        )
+        maps = [
+            tensor_map(_pointer(x), k * item, self.n, ldx * item, (entry.box_bytes_b, rows))
+            for rows in (entry.box_rows_b, (self.n - 1) % entry.tile_n + 1)
+        ]
         out_bytes = OUT_DTYPES[entry.out_type].itemsize
         tiles = cta_tiles(entry, m, self.n)
         cols = -(-self.n // entry.tile_n)
@@ -211,7 +212,7 @@ class Plan:
         # With few tokens and several tiles a CTA memory sets the pace, and CTAs that start one by
         # one read it less evenly (28672x16x8192: 38.8 us overlapped, 37.0 us not).
         overlap = tiles == grid or entry.tile_n >= 128
-        device.launch(self.loaded, grid, [b, args], stream, overlap=overlap)
+        device.launch(self.loaded, grid, [np.concatenate(maps), args], stream, overlap=overlap)
 
 
 class SparseWeight:

@@ -5,8 +5,7 @@
 with a smooth maximum, for what is nearly as slow as the slowest part costs a little, too. A step is
 one stage of the ring: what its wgmmas read from shared memory, or what the warps between them take.
 Memory is the bytes that leave L2, those that come from DRAM, and beside them the requests of rows
-of B, which L2 answers one by one: a row that lies beyond the last token brings nothing, and costs
-several times as much as one that does. A last round that is only partly filled asks for less.
+of B, which L2 answers one by one. A last round that is only partly filled asks for less.
 
 The constants are those of an H200; another GPU differs by its SMs alone. `samples/fit_model.py`
 finds them anew from measured times.
@@ -48,15 +47,14 @@ class Constants:
     a full chip runs slower by ``throttle``, relative. ``warpgroup`` is a step of one warpgroup
     whatever its tile, ``widen`` the conversion of its weights. ``piece`` is a column of a piece of
     K whose sum is promoted, ``scale`` one of a piece whose scales differ. ``l2`` and ``dram`` are
-    rates. A row
-    of B that clusters ask L2 for at once costs each ``row``, one beyond the last token
-    ``missing``; ``kept`` times as much where B is to stay in L2. ``launch`` is a launch, ``late``
-    what it takes longer if its CTAs find no SM before the launch before has ended, ``several`` if
-    they have several narrow tiles each (these launches do not overlap), ``wide`` if they have wide
-    tiles, which do not ask for A early. ``latency`` is the first stage's. ``column`` is a column of
-    a warpgroup's rows at a tile's end; of a tile split over K ``exchange`` and, for each column
-    that is sent, ``sent``. ``sum_time``, ``sum_memory`` and ``sum_rows`` are the exponents of the
-    smooth maxima: of steps and memory, of L2 and DRAM, of these and the requests.
+    rates. A row of B that clusters ask L2 for at once costs each ``row``, ``kept`` times as much
+    where B is to stay in L2. ``launch`` is a launch, ``late`` what it takes longer if its CTAs find
+    no SM before the launch before has ended, ``several`` if they have several narrow tiles each
+    (these launches do not overlap), ``wide`` if they have wide tiles, which do not ask for A early.
+    ``latency`` is the first stage's. ``column`` is a column of a warpgroup's rows at a tile's end;
+    of a tile split over K ``exchange`` and, for each column that is sent, ``sent``. ``sum_time``,
+    ``sum_memory`` and ``sum_rows`` are the exponents of the smooth maxima: of steps and memory, of
+    L2 and DRAM, of these and the requests.
     """
 
     port: float = 0.581
@@ -69,7 +67,6 @@ class Constants:
     l2: float = 11660.0
     dram: float = 5140.0
     row: float = 0.0104
-    missing: float = 0.0541
     kept: float = 1.79
     launch: float = 947.0
     late: float = 543.0
@@ -98,8 +95,7 @@ class Points:
     at once; ``steps`` are stages of a tile and part of K. ``a``, ``b`` and ``d`` are the
     bytes of the whole operands, ``step_a`` what a cluster reads of A in a step. ``blocks`` are
     those of 64 rows of a warpgroup, ``pieces`` of a sum a step, ``scaled`` these if their scales
-    differ. ``last`` are the tokens in the last column of tiles. ``kept`` says that B is to stay in
-    L2.
+    differ. ``kept`` says that B is to stay in L2.
     """
 
     tile_n: Array
@@ -115,7 +111,6 @@ class Points:
     tiles: Array
     places: Array
     steps: Array
-    last: Array
     n: Array
     a: Array
     b: Array
@@ -168,7 +163,6 @@ def _point(entry: Entry, p: Problem, sm_count: int) -> tuple[float, ...]:
         rows * cols,
         places,
         -(-stages // entry.split),
-        n - (cols - 1) * entry.tile_n,
         n,
         a,
         b,
@@ -191,10 +185,9 @@ def times_us(at: Points, c: Constants = H200) -> Array:
     rounds, busy = at.rounds, at.busy
     active = np.minimum(at.tiles, at.places)
     remaining = at.tiles - (rounds - 1) * at.places
-    one = at.cols == 1
     # Clusters that read the same rows of B: a column of the tiles that run together.
     column = np.minimum(at.tile_rows, active)
-    sharing = np.where((rounds > 1) & ~one, np.minimum(column, at.raster), column)
+    sharing = np.where((rounds > 1) & (at.cols > 1), np.minimum(column, at.raster), column)
 
     # Warpgroups of two blocks of rows lie side by side: all of them read B twice, but a part of it.
     rows_b = at.tile_n + c.a_rows * at.blocks
@@ -211,18 +204,13 @@ def times_us(at: Points, c: Constants = H200) -> Array:
     dram = (at.a + at.b + at.d) / at.tiles / c.dram
     ask = at.steps * at.split * np.where(at.kept > 0, c.kept, 1.0)
 
-    def memory(clusters: Array, sharing: Array, padded: Array) -> Array:
-        """A round of so many clusters, of which ``padded`` have tiles of the last column."""
-        missing = c.missing * (at.tile_n - at.last) * padded
-        requests = ask * (missing + c.row * mean_rows * sharing)
+    def memory(clusters: Array, sharing: Array) -> Array:
+        """A round of so many clusters, of which ``sharing`` read the same rows of B."""
+        requests = ask * c.row * mean_rows * sharing
         return _most([_most([l2 * clusters, dram * clusters], c.sum_memory), requests], c.sum_rows)
 
-    none = np.zeros_like(active)
-    read = (rounds - 1) * memory(at.places, sharing, np.where(one, at.places, none))
-    read += memory(remaining, np.minimum(sharing, remaining), np.where(one, remaining, none))
-    # The last column's tiles come together, and take longer by what they ask for in vain.
-    longer = memory(active, sharing, column) - memory(active, sharing, none)
-    read += np.where(one, none, longer * np.ceil(at.tile_rows / at.places))
+    read = (rounds - 1) * memory(at.places, sharing)
+    read += memory(remaining, np.minimum(sharing, remaining))
 
     early = np.where(rounds > 1, 0.0, np.clip((at.sms - busy) / busy, 0.0, 1.0))
     start = c.launch + c.late * (1 - early)

@@ -94,24 +94,24 @@ def test_a_round_that_is_partly_filled_reads_less() -> None:
     assert more == pytest.approx(1.5 * one, rel=1e-3)
 
 
-def test_rows_beyond_the_last_token_are_asked_for_in_vain() -> None:
+def test_clusters_ask_for_the_rows_of_b_that_there_are() -> None:
     entry = kernel(64, 1)
-    missing = replace(FREE, missing=1.0)
-    # 8 steps, 10 tiles of 64 columns that lack 60 of them.
-    assert us(entry, 10 * 128, 4, 1024, missing) == pytest.approx(8 * 10 * 60 / 1000)
-    assert us(entry, 10 * 128, 64, 1024, missing) < 1e-3
-    # Of two columns of tiles only the last lacks any.
-    assert us(entry, 10 * 128, 68, 1024, missing) == pytest.approx(8 * 10 * 60 / 1000)
+    row = replace(FREE, row=1.0)
+    # 8 steps, 10 tiles that ask for the same 4 of 64 rows, or for all of them.
+    assert us(entry, 10 * 128, 4, 1024, row) == pytest.approx(8 * 10 * 4 / 1000)
+    assert us(entry, 10 * 128, 64, 1024, row) == pytest.approx(8 * 10 * 64 / 1000)
+    # Of two columns of tiles one has 64 of them, the other 4, and both ask at once.
+    assert us(entry, 10 * 128, 68, 1024, row) == pytest.approx(8 * 10 * 34 / 1000)
     # Each part of K asks for its own.
     halves = kernel(64, 1, 2)
-    assert us(halves, 10 * 128, 4, 1024, missing) == pytest.approx(2 * 4 * 10 * 60 / 1000)
+    assert us(halves, 10 * 128, 4, 1024, row) == pytest.approx(2 * 4 * 10 * 4 / 1000)
 
 
 def test_requests_cost_more_where_b_is_to_stay() -> None:
     """B is read once where all rows of tiles are of a group (gpu/order.py): up to 16 of them."""
     entry = kernel(64, 1)
-    missing = replace(FREE, missing=1.0, kept=2.0)
-    few, many = us(entry, 16 * 128, 4, 1024, missing), us(entry, 17 * 128, 4, 1024, missing)
+    row = replace(FREE, row=1.0, kept=2.0)
+    few, many = us(entry, 16 * 128, 4, 1024, row), us(entry, 17 * 128, 4, 1024, row)
     assert many == pytest.approx(2 * few * 17 / 16)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -113,6 +114,21 @@ def test_tensor_scales(device: Device, entry: manifest.Entry) -> None:
         return
     d = run(device, entry, problem, np.array([0.25], np.float32))
     assert_close(entry, d, problem.exact * 0.25, problem.norms * 0.25, 640)
+
+
+@EVERY_KERNEL
+def test_tokens_that_end_inside_a_tile(device: Device, entry: manifest.Entry) -> None:
+    """Each after a product that leaves NaN (-1 in s8) in shared memory: none of it is seen."""
+    m, k = 65, (2 * entry.cluster + 1) * entry.tile_k - 4
+    weight = problems.operand_scale(entry)
+    full = problems.integers(entry.type, m, entry.tile_n, k, weight)
+    ones = np.full(full.x.nbytes, 0xFF, np.uint8)
+    nan = replace(full, x=ones.view(full.x.dtype).reshape(full.x.shape))
+    for n in (1, entry.tile_n - 1, entry.tile_n + 1):
+        run(device, entry, nan)
+        problem = problems.integers(entry.type, m, n, k, weight)
+        want = problem.exact.astype(np.float32).astype(OUT_DTYPES[entry.out_type])
+        assert np.array_equal(run(device, entry, problem), want), n
 
 
 @EVERY_KERNEL

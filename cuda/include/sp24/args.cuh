@@ -1,8 +1,17 @@
-// What the host passes to a GEMM kernel, after the tensor map of B.
+// What the host passes to a GEMM kernel.
 #pragma once
+#include <cuda.h>
+
 #include <cstdint>
 
 namespace sp24 {
+
+// B in boxes that lie in it as a whole. Rows beyond the last are never asked for: filling one with zeros
+// takes the copy engine several times as long as bringing one.
+struct MapsB {
+  CUtensorMap whole;  // boxes of a CTA's share of a tile's rows
+  CUtensorMap last;   // of all rows in the last column of tiles
+};
 
 // X(type, name): the one list that the struct, the manifest and so the host are made from.
 #define SP24_GEMM_ARGS(X)                                                                     \

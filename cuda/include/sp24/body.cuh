@@ -61,12 +61,32 @@ __device__ __forceinline__ int blocks_of_stage(int left) {
   return Config::kStageBlocks == 1 ? 1 : min(left, Config::kStageBlocks);
 }
 
-// Rows of B that a tile's stages are given: those of the boxes that hold any. What is left in the others
+// Rows of B that a tile's stages are given: those that there are. What an earlier tile left behind them
 // reaches no column of D.
 template <class Config>
 __device__ __forceinline__ int rows_of_b(const GemmArgs& args, int n0) {
-  constexpr int kBox = Config::kBoxRowsB;
-  return Config::kCluster == 1 ? kBox : min(Config::kTileN, (args.n - n0 + kBox - 1) / kBox * kBox);
+  return min(Config::kTileN, args.n - n0);
+}
+
+// One thread. Asks for one block along K of a tile's rows of B, for all of the cluster that work on the
+// same part of K: each CTA for its share of a whole tile, or all rows of the last column's by one of them
+// in turn.
+template <class Config>
+__device__ __forceinline__ void fetch_b(const MapsB& maps, uint32_t to, int block, int n0, int rows_b,
+                                        uint32_t m_rank, int part, uint32_t full, uint64_t policy) {
+  const int x = block * kRowBytesB;
+  const bool whole = rows_b == Config::kTileN;
+  if constexpr (Config::kCluster == 1) {
+    ptx::tensor_copy(to, whole ? &maps.whole : &maps.last, x, n0, full, policy);
+  } else {
+    const uint16_t ctas = ((1 << Config::kCluster) - 1) << part * Config::kCluster;
+    const int share = m_rank * Config::kBoxRowsB;
+    if (whole)
+      ptx::tensor_copy_multicast(to + share * kRowBytesB, &maps.whole, x, n0 + share, full, ctas,
+                                 policy);
+    else if (block % Config::kCluster == m_rank)
+      ptx::tensor_copy_multicast(to, &maps.last, x, n0, full, ctas, policy);
+  }
 }
 
 // One thread. Asks for A of the first round of the ring, while the kernel before may still run: of
@@ -104,7 +124,7 @@ __device__ __forceinline__ void fill_first_round(const GemmArgs& args, uint32_t 
 //   CTAs are relaxed. (A release at cluster scope would be a MEMBAR.ALL.GPU in the loop.)
 // The bytes are published by the copies' complete_tx on full[stage], which consumers acquire.
 template <class Config>
-__device__ __forceinline__ void produce(const CUtensorMap* map_b, const GemmArgs& args,
+__device__ __forceinline__ void produce(const MapsB& maps, const GemmArgs& args,
                                         uint32_t shared, uint32_t m_rank, int part) {
   using Shared = typename Config::Shared;
   Ring<Config::kStages> ring;
@@ -115,11 +135,15 @@ __device__ __forceinline__ void produce(const CUtensorMap* map_b, const GemmArgs
   ptx::wait_for_prerequisites();  // B is read from here on
   // A B that all CTAs will read at once is brought into L2 first, a box a CTA, or each box would be
   // asked for by every one of them while it is still on its way from memory.
-  const int boxes_n = (args.n + Config::kBoxRowsB - 1) / Config::kBoxRowsB;
+  const int whole = args.n / Config::kTileN * Config::kCluster;
+  const int boxes_n = whole + (args.n % Config::kTileN > 0);
   const int boxes = args.k_blocks * boxes_n;
   if (boxes <= kPrefetchBoxes * gridDim.x)
-    for (int box = blockIdx.x; box < boxes; box += gridDim.x)
-      ptx::tensor_prefetch(map_b, box / boxes_n * kRowBytesB, box % boxes_n * Config::kBoxRowsB);
+    for (int box = blockIdx.x; box < boxes; box += gridDim.x) {
+      const int k = box / boxes_n, share = box - k * boxes_n;
+      ptx::tensor_prefetch(share < whole ? &maps.whole : &maps.last, k * kRowBytesB,
+                           share * Config::kBoxRowsB);
+    }
   // Stages that are left of the first round.
   const int stages = (share.blocks + Config::kStageBlocks - 1) / Config::kStageBlocks;
   int first_round = Config::kFillsEarly ? min(stages, Config::kStages) : 0;
@@ -139,19 +163,10 @@ __device__ __forceinline__ void produce(const CUtensorMap* map_b, const GemmArgs
       const uint32_t full = shared + offsetof(Shared, full) + ring.stage * 8;
 #pragma unroll
       for (int j = 0; j < Config::kStageBlocks; ++j) {
-        if (j >= count || m_rank * Config::kBoxRowsB >= rows_b) break;
-        const uint32_t box_b = shared + offsetof(Shared, b) +
-                               ((ring.stage * Config::kStageBlocks + j) * Config::kTileN +
-                                m_rank * Config::kBoxRowsB) *
-                                   kRowBytesB;
-        if constexpr (Config::kCluster == 1)
-          ptx::tensor_copy(box_b, map_b, (k + j) * kRowBytesB, n0, full, policy_b);
-        else
-          ptx::tensor_copy_multicast(box_b, map_b, (k + j) * kRowBytesB,
-                                     n0 + m_rank * Config::kBoxRowsB, full,
-                                     static_cast<uint16_t>(((1 << Config::kCluster) - 1)
-                                                           << part * Config::kCluster),
-                                     policy_b);
+        if (j >= count) break;
+        const uint32_t to = shared + offsetof(Shared, b) +
+                            (ring.stage * Config::kStageBlocks + j) * Config::kTileN * kRowBytesB;
+        fetch_b<Config>(maps, to, k + j, n0, rows_b, m_rank, part, full, policy_b);
       }
       ring.advance();
     }
@@ -209,7 +224,7 @@ __device__ __forceinline__ void consume(const GemmArgs& args, uint32_t shared, u
   };
 
   ptx::wait_for_prerequisites();  // scales are read and D is written from here on
-  [[maybe_unused]] Exchange<Config> exchange(shared, m_rank, part, warpgroup);
+  Exchange<Config> exchange(shared, m_rank, part, warpgroup);
   for (int m0, n0; schedule.next(m_rank, m0, n0);) {
     m0 += warpgroup * kBlockRows;
     n0 += part * Config::kStoredN;
@@ -220,13 +235,8 @@ __device__ __forceinline__ void consume(const GemmArgs& args, uint32_t shared, u
     for (int k = 1; k < share.blocks; ++k) step();
     ptx::wgmma_wait<0>();
     stages.release_last(reading);
-    if constexpr (Config::kSplit > 1) {
-      typename Config::StoredSums sums;
-      exchange(acc, sums, share.counts, schedule.more());
-      store_tile<Config>(sums, args, scales, chunks, barrier, m0, n0);
-    } else {
-      store_tile<Config>(acc, args, scales, chunks, barrier, m0, n0);
-    }
+    finish_tile<Config>(acc, exchange, share.counts, schedule.more(), args, scales, chunks, barrier, m0,
+                        n0);
   }
 }
 
@@ -256,7 +266,7 @@ __device__ __forceinline__ void consume_promoted(const GemmArgs& args, uint32_t 
 }
 
 template <class Config>
-__device__ __forceinline__ void gemm(const CUtensorMap& map_b, const GemmArgs& args) {
+__device__ __forceinline__ void gemm(const MapsB& maps, const GemmArgs& args) {
   using Shared = typename Config::Shared;
   extern __shared__ __align__(1024) uint8_t dynamic_shared[];
   const uint32_t shared = ptx::shared_address(dynamic_shared);
@@ -278,7 +288,8 @@ __device__ __forceinline__ void gemm(const CUtensorMap& map_b, const GemmArgs& a
                            Config::kExchangeReleases);
       }
     ptx::fence_mbarrier_init();
-    ptx::prefetch_tensor_map(&map_b);
+    if (args.n >= Config::kTileN) ptx::prefetch_tensor_map(&maps.whole);
+    if (args.n % Config::kTileN) ptx::prefetch_tensor_map(&maps.last);
   }
   // No CTA may copy into, or arrive at, another's shared memory before its barriers stand.
   if constexpr (Config::kClusterCtas > 1)
@@ -291,7 +302,7 @@ __device__ __forceinline__ void gemm(const CUtensorMap& map_b, const GemmArgs& a
   if (warp >= 4 * Config::kConsumers) {
     ptx::set_registers_down<Config::kProducerRegisters>();
     if (warp == 4 * Config::kConsumers && ptx::elect_one())
-      produce<Config>(&map_b, args, shared, m_rank, part);
+      produce<Config>(maps, args, shared, m_rank, part);
     if constexpr (Config::kFillsEarly)
       if (warp == 4 * Config::kConsumers + 3 && ptx::elect_one())
         fill_first_round<Config>(args, shared, m_rank, part);

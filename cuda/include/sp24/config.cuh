@@ -103,7 +103,7 @@ struct GemmConfig {
   static constexpr int kPromoteK = Accumulate::kSteps * kTileK / 2;
 
   static_assert(kScaleSlotBytes % 16 == 0, "scales of columns are read by 16 bytes");
-  static_assert(kConsumers == 2 || (kConsumers == 3 && kPromoted) || (kConsumers <= 4 && kTileN <= 128),
+  static_assert(kConsumers == 2 || (kConsumers <= 4 && kTileN <= 128),
                 "a consumer thread's registers hold its accumulators");
   static_assert(kTileN % 8 == 0 && kTileN <= 256, "what wgmma multiplies");
   static_assert(!kPromoted || (kTileN % kConsumers == 0 && (kStoredN % 16 == 0 || kTileN == 16)),

@@ -53,8 +53,8 @@
 #define SP24_DEFINE(NAME, ...)                                                                 \
   extern "C" __global__ void __cluster_dims__(__VA_ARGS__::kClusterCtas, 1, 1)                   \
       __launch_bounds__(__VA_ARGS__::kThreads, 1) NAME(                                          \
-          const __grid_constant__ CUtensorMap map_b, const __grid_constant__ sp24::GemmArgs args) { \
-    sp24::gemm<__VA_ARGS__>(map_b, args);                                                        \
+          const __grid_constant__ sp24::MapsB maps, const __grid_constant__ sp24::GemmArgs args) { \
+    sp24::gemm<__VA_ARGS__>(maps, args);                                                         \
   }
 #define SP24_DEFINE_GEMM(...) \
   SP24_DEFINE(SP24_GEMM_NAME(__VA_ARGS__), SP24_GEMM_CONFIG(__VA_ARGS__))

@@ -8,6 +8,7 @@
 
 #include "sp24/args.cuh"
 #include "sp24/config.cuh"
+#include "sp24/epilogue.cuh"
 #include "sp24/ptx/mbarrier.cuh"
 #include "sp24/ptx/warp.cuh"
 
@@ -134,5 +135,21 @@ template <class Config>
 struct Exchange<Config, false> {
   __device__ __forceinline__ Exchange(uint32_t, uint32_t, int, int) {}
 };
+
+// Stores a warpgroup's rows of a tile, or of one that is split its columns of them. `counts` and `more` as
+// the exchange takes them.
+template <class Config>
+__device__ __forceinline__ void finish_tile(const typename Config::Accumulators& acc,
+                                            Exchange<Config>& exchange, bool counts, bool more,
+                                            const GemmArgs& args, TileScales<Config>& scales,
+                                            uint32_t chunks, int barrier, int m0, int n0) {
+  if constexpr (Config::kSplit > 1) {
+    typename Config::StoredSums sums;
+    exchange(acc, sums, counts, more);
+    store_tile<Config>(sums, args, scales, chunks, barrier, m0, n0);
+  } else {
+    store_tile<Config>(acc, args, scales, chunks, barrier, m0, n0);
+  }
+}
 
 }  // namespace sp24

@@ -210,7 +210,7 @@ __device__ __forceinline__ void consume_widened(const GemmArgs& args, uint32_t s
   constexpr std::integral_constant<int, 3 % kTurn> fourth{};
 
   ptx::wait_for_prerequisites();  // scales are read and D is written from here on
-  [[maybe_unused]] Exchange<Config> exchange(shared, m_rank, part, warpgroup);
+  Exchange<Config> exchange(shared, m_rank, part, warpgroup);
   for (int m0, n0; schedule.next(m_rank, m0, n0);) {
     m0 += warpgroup * kBlockRows;
     n0 += part * Config::kStoredN;
@@ -232,13 +232,8 @@ __device__ __forceinline__ void consume_widened(const GemmArgs& args, uint32_t s
     }
     ptx::wgmma_wait<0>();
     stages.release_last(reading);
-    if constexpr (Config::kSplit > 1) {
-      typename Config::StoredSums sums;
-      exchange(acc, sums, share.counts, schedule.more());
-      store_tile<Config>(sums, args, scales, chunks, barrier, m0, n0);
-    } else {
-      store_tile<Config>(acc, args, scales, chunks, barrier, m0, n0);
-    }
+    finish_tile<Config>(acc, exchange, share.counts, schedule.more(), args, scales, chunks, barrier, m0,
+                        n0);
   }
 }
 
