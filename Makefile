@@ -11,6 +11,10 @@ ENV := $(VENV)/.stamp
 endif
 SP24 := $(PY) -m sp24cli.cli
 
+# Tests side by side: a BLAS of all cores in each would only wait for the others' (a solve of 20 ms
+# took two minutes).
+ALONGSIDE = $(if $(JOBS),OMP_NUM_THREADS=1)
+
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test lint docs test-gpu sanitize golden bench kernels check-kernels clean
 
@@ -30,7 +34,7 @@ demo: $(ENV) ## download a small real model; prune, quantize and verify all of i
 	PY="$(PY)" SP24="$(SP24)" bash samples/demo.sh demo
 
 test: $(ENV) ## the tests that need no GPU, JOBS=4 at a time
-	$(PY) -m pytest tests/cpu -q $(if $(JOBS),--numprocesses=$(JOBS))
+	$(ALONGSIDE) $(PY) -m pytest tests/cpu -q $(if $(JOBS),--numprocesses=$(JOBS))
 
 lint: $(ENV) ## ruff and mypy
 	$(PY) -m ruff check .
@@ -41,10 +45,10 @@ docs: $(ENV) ## write docs/cli.md from the commands' help
 	$(PY) docs/make_cli.py
 
 test-gpu: $(ENV) ## the tests on a Hopper GPU, JOBS=8 at a time; fails, never skips, where there is none
-	SP24_REQUIRE_GPU=1 $(PY) -m pytest tests/gpu -q $(if $(JOBS),--numprocesses=$(JOBS) -p no:benchmark)
+	SP24_REQUIRE_GPU=1 $(ALONGSIDE) $(PY) -m pytest tests/gpu -q $(if $(JOBS),--numprocesses=$(JOBS) -p no:benchmark)
 
 sanitize: $(ENV) ## every kernel under compute-sanitizer, memcheck and racecheck (GPU, nvcc), JOBS=8 at a time
-	tests/gpu/sanitize.sh "$(PY)"
+	$(ALONGSIDE) tests/gpu/sanitize.sh "$(PY)"
 
 golden: $(ENV) ## record what a Hopper GPU makes of seeded matrices, for the tests without one
 	$(PY) tests/golden/record.py

@@ -4,8 +4,8 @@
 
 with a smooth maximum, for what is nearly as slow as the slowest part costs a little, too. A step is
 one stage of the ring: what its wgmmas read from shared memory, or what the warps between them take.
-Memory is the bytes that leave L2, those that come from DRAM, and beside them the requests of rows
-of B, which L2 answers one by one. A last round that is only partly filled asks for less.
+Memory is the bytes that leave L2 and those that come from DRAM; a last round that is only partly
+filled asks for less.
 
 The constants are those of an H200; another GPU differs by its SMs alone. `samples/fit_model.py`
 finds them anew from measured times.
@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sp24cli.gpu.order import tile_order
 from sp24cli.kernels.choices import Problem
 from sp24cli.kernels.manifest import Entry
 
@@ -29,9 +28,6 @@ Array = npt.NDArray[Any]
 #: The share of the SMs that clusters of so many CTAs find in whole processor clusters. Source: the
 #: occupancy query on an H200, 30 clusters of 4 on 132 SMs.
 _CLUSTER_SHARE = {4: 120 / 132}
-
-#: Bytes of L2, for the order of tiles. Source: an H100's data sheet; an H200 has as much.
-_L2_BYTES = 50 << 20
 
 _OUT_BYTES = {"f32": 4, "s32": 4, "f16": 2, "bf16": 2}
 
@@ -47,38 +43,33 @@ class Constants:
     a full chip runs slower by ``throttle``, relative. ``warpgroup`` is a step of one warpgroup
     whatever its tile, ``widen`` the conversion of its weights. ``piece`` is a column of a piece of
     K whose sum is promoted, ``scale`` one of a piece whose scales differ. ``l2`` and ``dram`` are
-    rates. A row of B that clusters ask L2 for at once costs each ``row``, ``kept`` times as much
-    where B is to stay in L2. ``launch`` is a launch, ``late`` what it takes longer if its CTAs find
-    no SM before the launch before has ended, ``several`` if they have several narrow tiles each
-    (these launches do not overlap), ``wide`` if they have wide tiles, which do not ask for A early.
-    ``latency`` is the first stage's. ``column`` is a column of a warpgroup's rows at a tile's end;
-    of a tile split over K ``exchange`` and, for each column that is sent, ``sent``. ``sum_time``,
-    ``sum_memory`` and ``sum_rows`` are the exponents of the smooth maxima: of steps and memory, of
-    L2 and DRAM, of these and the requests.
+    rates. ``launch`` is a launch, ``late`` what it takes longer if its CTAs find no SM before the
+    launch before has ended, ``several`` if they have several narrow tiles each (these launches do
+    not overlap), ``wide`` if they have wide tiles, which do not ask for A early. ``latency`` is the
+    first stage's. ``column`` is a column of a warpgroup's rows at a tile's end; of a tile split
+    over K ``exchange`` and, for each column that is sent, ``sent``. ``sum_time`` and ``sum_memory``
+    are the exponents of the smooth maxima: of steps and memory, of L2 and DRAM.
     """
 
-    port: float = 0.581
-    a_rows: float = 40.6
-    throttle: float = 0.033
-    warpgroup: float = 53.1
+    port: float = 0.5995
+    a_rows: float = 35.74
+    throttle: float = 0.03405
+    warpgroup: float = 56.08
     widen: float = 14.0
     piece: float = 0.96
     scale: float = 0.38
-    l2: float = 11660.0
-    dram: float = 5140.0
-    row: float = 0.0104
-    kept: float = 1.79
-    launch: float = 947.0
-    late: float = 543.0
-    several: float = 1790.0
-    wide: float = 580.0
-    latency: float = 648.0
-    column: float = 4.82
-    exchange: float = 336.0
-    sent: float = 10.7
-    sum_time: float = 2.49
-    sum_memory: float = 2.59
-    sum_rows: float = 1.5
+    l2: float = 11160.0
+    dram: float = 5024.0
+    launch: float = 945.6
+    late: float = 402.2
+    several: float = 1923.0
+    wide: float = 257.3
+    latency: float = 474.0
+    column: float = 4.926
+    exchange: float = 515.6
+    sent: float = 9.835
+    sum_time: float = 2.585
+    sum_memory: float = 2.068
 
 
 #: Source: `samples/fit_model.py` over 407 problems timed on an H200 (132 SMs, 700 W): kernels near
@@ -95,7 +86,7 @@ class Points:
     at once; ``steps`` are stages of a tile and part of K. ``a``, ``b`` and ``d`` are the
     bytes of the whole operands, ``step_a`` what a cluster reads of A in a step. ``blocks`` are
     those of 64 rows of a warpgroup, ``pieces`` of a sum a step, ``scaled`` these if their scales
-    differ. ``kept`` says that B is to stay in L2.
+    differ.
     """
 
     tile_n: Array
@@ -116,8 +107,6 @@ class Points:
     b: Array
     d: Array
     step_a: Array
-    raster: Array
-    kept: Array
     sms: Array
 
     @classmethod
@@ -147,7 +136,6 @@ def _point(entry: Entry, p: Problem, sm_count: int) -> tuple[float, ...]:
     stages = -(-k // entry.tile_k)
     a = m / 64 * stages * entry.block_bytes
     b = n * stages * entry.box_bytes_b
-    order = tile_order(rows, cols, places, int(a), b, _L2_BYTES)
     pieces = entry.tile_k / entry.promote_k if entry.promote_k else 0.0
     return (
         entry.tile_n,
@@ -168,8 +156,6 @@ def _point(entry: Entry, p: Problem, sm_count: int) -> tuple[float, ...]:
         b,
         m * n * _OUT_BYTES[entry.out_type],
         entry.tile_m // 64 * entry.block_bytes * entry.cluster,
-        order.raster,
-        not order.b_once,
         sm_count,
     )
 
@@ -183,11 +169,6 @@ def _most(terms: Sequence[Array], exponent: float) -> Array:
 def times_us(at: Points, c: Constants = H200) -> Array:
     """Microseconds of each kernel at its problem, launches back to back."""
     rounds, busy = at.rounds, at.busy
-    active = np.minimum(at.tiles, at.places)
-    remaining = at.tiles - (rounds - 1) * at.places
-    # Clusters that read the same rows of B: a column of the tiles that run together.
-    column = np.minimum(at.tile_rows, active)
-    sharing = np.where((rounds > 1) & (at.cols > 1), np.minimum(column, at.raster), column)
 
     # Warpgroups of two blocks of rows lie side by side: all of them read B twice, but a part of it.
     rows_b = at.tile_n + c.a_rows * at.blocks
@@ -202,15 +183,7 @@ def times_us(at: Points, c: Constants = H200) -> Array:
     mean_rows = at.n / at.cols
     l2 = at.steps * at.split * (at.step_a + 128 * mean_rows) / c.l2
     dram = (at.a + at.b + at.d) / at.tiles / c.dram
-    ask = at.steps * at.split * np.where(at.kept > 0, c.kept, 1.0)
-
-    def memory(clusters: Array, sharing: Array) -> Array:
-        """A round of so many clusters, of which ``sharing`` read the same rows of B."""
-        requests = ask * c.row * mean_rows * sharing
-        return _most([_most([l2 * clusters, dram * clusters], c.sum_memory), requests], c.sum_rows)
-
-    read = (rounds - 1) * memory(at.places, sharing)
-    read += memory(remaining, np.minimum(sharing, remaining))
+    read = at.tiles * _most([l2, dram], c.sum_memory)
 
     early = np.where(rounds > 1, 0.0, np.clip((at.sms - busy) / busy, 0.0, 1.0))
     start = c.launch + c.late * (1 - early)

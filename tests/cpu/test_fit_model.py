@@ -44,7 +44,7 @@ def measured(constants: Constants, count: int, type_name: str = "e4m3") -> list[
 
 def test_the_constants_of_another_card_are_found(script: ModuleType) -> None:
     """At least what they say of times: some of them can stand in for others."""
-    other = replace(H200, dram=3000.0, l2=8000.0, launch=1500.0, port=0.7, row=0.02)
+    other = replace(H200, dram=3000.0, l2=8000.0, launch=1500.0, port=0.7, column=8.0)
     rows = measured(other, 40)
     at, us, behind = script.points(rows, SMS)
     fast = behind < 1.3
