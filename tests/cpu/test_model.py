@@ -177,9 +177,8 @@ class TestCorrection:
     def test_a_measurement_is_nearly_believed_and_others_are_left(self) -> None:
         name = kernel(128, 1, 2).name
         found = self.corrected([self.slower(self.HERE, 1.2, name)], self.HERE)
-        # Of the 20 % a measurement's noise takes some, and the mean of those near the fastest, of
-        # which there are more than six, a share.
-        assert 1.15 < found.pop(name) < 1.2
+        # A measurement's noise takes a tenth, the mean of more than six near the fastest a sixth.
+        assert 1.2**0.7 < found.pop(name) < 1.2
         assert found == pytest.approx(dict.fromkeys(found, 1.0), abs=0.2 / 6)
 
     def test_a_slower_card_tells_nothing(self) -> None:
@@ -206,7 +205,7 @@ class TestCorrection:
         problem = Problem("f16", "f32", "mn", 4096, 100, 4096)
         before, after = (Correction(rows, SMS).times_us(entries, problem) for rows in ([], [row]))
         (i,) = (i for i, e in enumerate(entries) if (e.tile_n, e.split, e.tile_m) == (128, 2, 128))
-        assert (after / before)[i] > 1.15
+        assert (after / before)[i] > 1.2**0.7
 
     def test_hopeless_and_unknown_kernels_tell_nothing(self) -> None:
         name = kernel(128, 1, 2).name
@@ -227,6 +226,6 @@ def test_the_shipped_table_chooses_well() -> None:
         chosen = entries[int(correction.times_us(entries, row.problem).argmin())]
         losses.append(row.times[chosen.name] / row.times[row.kernel] - 1)
     assert len(losses) > 140
-    # The model alone: X.
-    assert np.mean(losses) < 0.011
-    assert np.mean(np.array(losses) > 0.03) < 0.1
+    # The model alone: 0.8 % and 9 %.
+    assert np.mean(losses) < 0.006
+    assert np.mean(np.array(losses) > 0.03) < 0.08
