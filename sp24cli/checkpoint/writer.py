@@ -65,6 +65,7 @@ class StreamingWriter:
         metadata: the file's ``__metadata__``; empty for none.
         forbid: the inputs, which the output must not be.
         overwrite: replace an existing output.
+        scratch_bytes: what else the disk must have room for meanwhile.
 
     Raises:
         Sp24Error: the output may not or cannot be written, the disk has too little room, or a
@@ -80,6 +81,7 @@ class StreamingWriter:
         *,
         forbid: Iterable[PathLike] = (),
         overwrite: bool = False,
+        scratch_bytes: int = 0,
     ) -> None:
         self.path = path
         self._where = label(path)
@@ -103,7 +105,7 @@ class StreamingWriter:
         self._flush: Future[None] | None = None
         self._unflushed = 0
         self._check_output()
-        self._check_room()
+        self._check_room(self.header.file_bytes + scratch_bytes)
 
     def __enter__(self) -> StreamingWriter:
         self._temp = os.path.join(self._folder, f"{TEMP_PREFIX}{secrets.token_hex(8)}{TEMP_SUFFIX}")
@@ -228,8 +230,7 @@ class StreamingWriter:
     def _check_output(self) -> None:
         check_output(self.path, forbid=self._forbid, overwrite=self._overwrite)
 
-    def _check_room(self) -> None:
-        needed = self.header.file_bytes
+    def _check_room(self, needed: int) -> None:
         try:
             free = shutil.disk_usage(self._folder).free
         except OSError as error:

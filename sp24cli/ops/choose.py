@@ -8,6 +8,7 @@ A weight may be 2:4 in another order of its columns than that of the file. Then 
 from __future__ import annotations
 
 import math
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,26 +17,36 @@ from typing import Literal
 import numpy as np
 
 from sp24cli.bits import Array, contiguous_bits, magnitudes, number_type, widen
-from sp24cli.checkpoint.header import TensorEntry, TensorSpec
+from sp24cli.checkpoint.header import TensorEntry, TensorSpec, label
+from sp24cli.checkpoint.matrix import StoredMatrix
 from sp24cli.checkpoint.names import DENSE_DTYPES
 from sp24cli.checkpoint.reader import SafetensorsFile
 from sp24cli.checkpoint.sharded import open_tensors
 from sp24cli.closing import Closing
-from sp24cli.errors import BadInputError
+from sp24cli.errors import BadInputError, Sp24Error
 from sp24cli.ops.plan import has_pattern, stored_order, tensor_label
-from sp24cli.ops.stream import bands
+from sp24cli.ops.stream import bands, prune_ranges
 from sp24cli.pruning import permute
 from sp24cli.pruning.pattern import TWO_OF_FOUR, Pattern, prune_magnitude
 from sp24cli.pruning.sparsegpt import (
     BLOCK_SIZE,
     DAMPING,
     check_hessian,
+    hessian_diagonal,
     inverse_factor,
     output_energy,
+    piece_rows,
     prune_sparsegpt,
+    scratch_bytes,
 )
+from sp24cli.pruning.triangle import Triangle
 from sp24cli.pruning.wanda import check_norms, prune_wanda, weighted_energy
+from sp24cli.rowblocks import row_slices
 from sp24cli.sparsity import kept_energy, prune_24
+
+#: Workers' pieces in a band for sparsegpt, which reads the factor once and the Hessian twice a
+#: band: with so many rows that takes little of the time.
+SPARSEGPT_PIECES = 4
 
 Method = Literal["magnitude", "wanda", "sparsegpt"]
 
@@ -106,10 +117,19 @@ class TensorChoice:
     searched: bool
     prune: Callable[[Array], Array]
     energy: Callable[[Array], float] | None
-    #: How many times the memory of a plain band one takes.
-    share: int
+    #: How many times the memory of a plain band one takes; None where it is larger and comes
+    #: alone, for `prune` and `energy` have workers of their own.
+    share: int | None
     #: What wanda weighs the columns by, float64 [K] in that order.
     norms: Array | None = None
+
+    def ranges(self, shape: tuple[int, ...]) -> list[tuple[int, int]]:
+        """The row ranges of the bands."""
+        if self.share is not None:
+            return prune_ranges(shape)
+        rows, columns = shape
+        parts = row_slices(rows, SPARSEGPT_PIECES * piece_rows(columns))
+        return [(r.start, r.stop) for r in parts]
 
     def band(self, dense: Array) -> tuple[Array, Losses]:
         """Rows of the tensor pruned, in the file's order, and what that lost."""
@@ -142,6 +162,8 @@ class Chooser(Closing):
     """Chooses for the ``entries`` of ``file`` as ``choice`` says.
 
     ``searched`` are the tensors that get a new order: all that do not have the pattern yet.
+    What does not fit in memory is in a file in the folder ``scratch`` (None: where temporary files
+    go), ``scratch_bytes`` of them at most.
 
     Raises:
         BadInputError: the calibration lacks a tensor or has one that cannot be, with file,
@@ -149,12 +171,20 @@ class Chooser(Closing):
     """
 
     def __init__(
-        self, choice: Choice, file: SafetensorsFile, entries: Sequence[TensorEntry]
+        self,
+        choice: Choice,
+        file: SafetensorsFile,
+        entries: Sequence[TensorEntry],
+        *,
+        scratch: Path | None = None,
     ) -> None:
         self.choice = choice
         self._file = file
+        self._scratch = Path(tempfile.gettempdir()) if scratch is None else scratch
+        #: That of the last tensor by sparsegpt.
+        self._factor: Triangle | None = None
         self._calibration: SafetensorsFile | None = None
-        #: Whose norms or Hessian are in memory.
+        #: Whose norms are in memory.
         self._last: str | None = None
         self._orders = {e.name: stored_order(file, e) for e in entries}
         if choice.calibration is not None:
@@ -177,8 +207,15 @@ class Chooser(Closing):
             for e in entries
             if choice.permute and e.name not in self._given and self._orders[e.name] is None
         )
+        factors = (e for e in entries if e.name not in self._given)
+        self.scratch_bytes = (
+            max((scratch_bytes(e.shape[1]) for e in factors), default=0)
+            if choice.method == "sparsegpt"
+            else 0
+        )
 
     def close(self) -> None:
+        self._drop_factor()
         if self._calibration is not None:
             self._calibration.close()
 
@@ -194,11 +231,13 @@ class Chooser(Closing):
         return self.permuted_new(entry) or self._orders[entry.name] is not None
 
     def tensor(self, entry: TensorEntry, *, workers: int) -> TensorChoice:
-        """How the tensor is pruned.
+        """How the tensor is pruned; what an earlier call gave is of no use any more.
 
         Raises:
             BadInputError: a Hessian that its damping does not make positive definite.
+            Sp24Error: there is no room for a scratch file, or it fails.
         """
+        self._drop_factor()
         name, pattern = entry.name, self.choice.pattern
         order = self._orders[name]
         method: str = "given" if name in self._given else self.choice.method
@@ -215,19 +254,25 @@ class Chooser(Closing):
             )
         file = self._calibration
         assert file is not None
-        values = file.array(name)
-        if self._last is not None:
-            file.drop_cache(self._last)
-        self._last = name
         try:
             make = self._wanda if method == "wanda" else self._sparsegpt
-            return make(entry, values, order, workers)
+            return make(file, entry, order, workers)
         except BadInputError as fault:
             raise BadInputError(f"{tensor_label(file, name)}: {fault}") from fault
 
+    def _drop_factor(self) -> None:
+        """Before the next is made: there is room for one."""
+        if self._factor is not None:
+            self._factor.close()
+        self._factor = None
+
     def _wanda(
-        self, entry: TensorEntry, values: Array, order: Array | None, workers: int
+        self, file: SafetensorsFile, entry: TensorEntry, order: Array | None, workers: int
     ) -> TensorChoice:
+        values = file.array(entry.name)
+        if self._last is not None:
+            file.drop_cache(self._last)
+        self._last = entry.name
         norms = check_norms(values, entry.shape[1])
         if entry.name in self.searched:
             order = self._search(entry, norms, workers)
@@ -244,26 +289,36 @@ class Chooser(Closing):
         )
 
     def _sparsegpt(
-        self, entry: TensorEntry, values: Array, order: Array | None, workers: int
+        self, file: SafetensorsFile, entry: TensorEntry, order: Array | None, workers: int
     ) -> TensorChoice:
         choice = self.choice
         if entry.name in self.searched:
-            diagonal = widen(values.diagonal().copy()).astype(np.float64)
+            diagonal = hessian_diagonal(StoredMatrix(file, entry.name)).astype(np.float64)
             order = self._search(entry, np.sqrt(diagonal), workers)
-        hessian = values
-        if order is not None:
-            bits = contiguous_bits(values)
-            hessian = bits[np.ix_(order, order)].view(values.dtype)
-        factor, dead = inverse_factor(hessian, choice.damping)
+        hessian = StoredMatrix(file, entry.name, order)
+        try:
+            factor, dead = inverse_factor(
+                hessian, choice.damping, folder=self._scratch, workers=workers
+            )
+        except BadInputError:
+            raise
+        except Sp24Error as fault:
+            raise Sp24Error(f"{label(self._scratch)}: {fault}") from fault
+        self._factor = factor
         return TensorChoice(
             "sparsegpt",
             order,
             entry.name in self.searched,
             lambda dense: prune_sparsegpt(
-                dense, factor, dead, choice.pattern, block_size=choice.block_size
+                dense,
+                factor,
+                dead,
+                choice.pattern,
+                block_size=choice.block_size,
+                workers=workers,
             ),
-            lambda dense: output_energy(dense, hessian),
-            4,
+            lambda dense: output_energy(dense, hessian, workers=workers),
+            None,
         )
 
     def _check(self, file: SafetensorsFile, entry: TensorEntry) -> None:
@@ -278,12 +333,14 @@ class Chooser(Closing):
                 f"{where}: {what} of a weight {list(entry.shape)} must be {list(shape)}, "
                 f"not {list(found.shape)}"
             )
-        check = check_norms if self.choice.method == "wanda" else check_hessian
         try:
-            check(file.array(entry.name), k)
+            if self.choice.method == "wanda":
+                check_norms(file.array(entry.name), k)
+                file.drop_cache(entry.name)
+            else:
+                check_hessian(StoredMatrix(file, entry.name), k)
         except BadInputError as fault:
             raise BadInputError(f"{where}: {fault}") from fault
-        file.drop_cache(entry.name)
 
     def _search(self, entry: TensorEntry, norms: Array | None, workers: int) -> Array:
         """The order in which most is kept; that of the file when the search found none better."""

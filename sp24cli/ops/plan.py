@@ -35,11 +35,12 @@ _COPY_BYTES = 1 << 24
 
 class Announced(Exception):
     """Ends an operation whose output is `ANNOUNCE`, before its work; ``header`` is that of the
-    file it would write."""
+    file it would write, ``scratch_bytes`` the room that it needs besides meanwhile."""
 
-    def __init__(self, header: header.Header) -> None:
+    def __init__(self, header: header.Header, scratch_bytes: int) -> None:
         super().__init__()
         self.header = header
+        self.scratch_bytes = scratch_bytes
 
 
 @dataclass(frozen=True)
@@ -136,22 +137,36 @@ def open_sink(
     source: Path,
     overwrite: bool,
     stacks: Mapping[str, int] | None = None,
+    scratch_bytes: int = 0,
 ) -> AbstractContextManager[Sink]:
     """A writer of ``output``, or what stands for it when that is None; see also `ANNOUNCE`.
 
     Of ``stacks``, the experts among the ``entries`` are written as one tensor again; they must
-    come in order.
+    come in order. ``scratch_bytes`` must be free beside the output.
     """
     if stacks:
         entries, renamed = join(entries, stacks)
-        return _StackSink(
-            open_sink(output, entries, metadata, source=source, overwrite=overwrite), renamed
+        inner = open_sink(
+            output,
+            entries,
+            metadata,
+            source=source,
+            overwrite=overwrite,
+            scratch_bytes=scratch_bytes,
         )
+        return _StackSink(inner, renamed)
     if output is ANNOUNCE:
-        raise Announced(_DryRun(entries, metadata).header)
+        raise Announced(_DryRun(entries, metadata).header, scratch_bytes)
     if output is None:
         return nullcontext(_DryRun(entries, metadata))
-    return StreamingWriter(output, entries, metadata, forbid=[source], overwrite=overwrite)
+    return StreamingWriter(
+        output,
+        entries,
+        metadata,
+        forbid=[source],
+        overwrite=overwrite,
+        scratch_bytes=scratch_bytes,
+    )
 
 
 def copy_tensor(file: SafetensorsFile, name: str, sink: Sink, meter: Meter) -> None:

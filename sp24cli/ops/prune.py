@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from sp24cli.ops.choose import Choice, Chooser, Losses, TensorChoice
 from sp24cli.ops.engine import Engine
 from sp24cli.ops.plan import Sink, copy_tensor, make_plan, not_finite, open_sink, tensor_label
 from sp24cli.ops.report import Skipped, document, share
-from sp24cli.ops.stream import Meter, Progress, default_workers, map_bands, prune_ranges
+from sp24cli.ops.stream import Meter, Progress, default_workers, map_bands
 from sp24cli.pruning.pattern import Pattern
 from sp24cli.sparsity import find_nonfinite
 
@@ -77,12 +78,14 @@ def prune_file(
     ``choice`` says how (None: 2:4 by magnitude). Weights stay in their order; where they are
     pruned in another, ``X.weight_perm`` is written beside them, or was there.
     ``output`` None is a dry run: all is read and measured, nothing written. Memory holds a few
-    row bands. The result does not depend on ``workers`` (None: one a CPU, at most 8).
+    row bands; what sparsegpt needs beyond that is in a scratch file beside the output (in a dry
+    run where temporary files go). The result does not depend on ``workers`` (None: one a CPU, at
+    most 8).
     ``dequantize_fp8`` and ``engine`` as in `quantize_file`.
 
     Raises:
         BadInputError: a malformed file; NaN or infinity in a selected weight, with its place.
-        Sp24Error: the output may not or cannot be written.
+        Sp24Error: the output or a scratch file may not or cannot be written.
     """
     workers = workers or default_workers()
     selection = selection or Selection()
@@ -90,12 +93,19 @@ def prune_file(
     with open_dense(source, selection, dequantize_fp8, siblings) as file:
         plan = make_plan(file, selection, group=choice.pattern.group)
         entries = file.header.entries
-        with Chooser(choice, file, plan.chosen) as chooser:
+        folder = None if output is None else Path(os.path.realpath(output)).parent
+        with Chooser(choice, file, plan.chosen, scratch=folder) as chooser:
             specs = [*(e.spec for e in entries), *chooser.new_tensors(plan.chosen)]
             meter = Meter(sum(e.nbytes for e in entries), progress)
             metadata = {"format": "pt", **file.metadata}
             with open_sink(
-                output, specs, metadata, source=source, overwrite=overwrite, stacks=file.stacks
+                output,
+                specs,
+                metadata,
+                source=source,
+                overwrite=overwrite,
+                stacks=file.stacks,
+                scratch_bytes=chooser.scratch_bytes,
             ) as sink:
                 tensors: list[PrunedTensor] = []
                 losses: list[Losses] = []
@@ -183,8 +193,9 @@ def _prune_tensor(
     if how.searched:
         assert how.order is not None
         sink.write(f"{entry.name}_perm", how.order)
-    ranges = prune_ranges(entry.shape)
-    for pruned, losses in map_bands(prune_band, ranges, entry.shape[1], workers, share=how.share):
+    at_once, share = (1, 1) if how.share is None else (workers, how.share)
+    ranges = how.ranges(entry.shape)
+    for pruned, losses in map_bands(prune_band, ranges, entry.shape[1], at_once, share=share):
         sink.write(entry.name, pruned)
         meter.add(pruned.nbytes)
         parts.append(losses)

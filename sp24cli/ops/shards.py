@@ -144,22 +144,26 @@ class Operation(Generic[R]):
             **self.options,
         )
 
-    def announce(self, source: Path) -> Header:
-        """The header of what ``source`` becomes."""
+    def announce(self, source: Path) -> Announced:
+        """What ``source`` becomes."""
         try:
             self.run(source, ANNOUNCE, overwrite=True, progress=None)
         except Announced as announced:
-            return announced.header
+            return announced
         raise AssertionError("an operation without a sink")
 
 
 @dataclass(frozen=True)
 class _Plan(Generic[R]):
-    """What a run will write: the header of every new shard, the index, the config."""
+    """What a run will write: the header of every new shard, the index, the config.
+
+    ``scratch_bytes`` by shard is the room that is needed while it is made.
+    """
 
     operation: Operation[R]
     checkpoint: Checkpoint
     headers: Mapping[str, Header]
+    scratch_bytes: Mapping[str, int]
     index: bytes | None
     config: dict[str, Any] | None
 
@@ -181,6 +185,7 @@ class _Plan(Generic[R]):
             sum(self.headers[shard.name].file_bytes for shard in shards)
             + others
             + len(self.index or b"")
+            + max((self.scratch_bytes[shard.name] for shard in shards), default=0)
         )
 
 
@@ -207,7 +212,9 @@ def run(
 
 
 def _make_plan(operation: Operation[R], checkpoint: Checkpoint) -> _Plan[R]:
-    headers = {shard.name: operation.announce(shard.path) for shard in checkpoint.shards}
+    announced = {shard.name: operation.announce(shard.path) for shard in checkpoint.shards}
+    headers = {name: each.header for name, each in announced.items()}
+    scratch = {name: each.scratch_bytes for name, each in announced.items()}
     home: dict[str, str] = {}
     for shard in checkpoint.shards:
         for name in headers[shard.name].by_name:
@@ -228,7 +235,7 @@ def _make_plan(operation: Operation[R], checkpoint: Checkpoint) -> _Plan[R]:
             config = load_object(path.read_text(encoding="utf-8"), f"{label(path)}: config")
         except UnicodeDecodeError as error:
             raise BadInputError(f"{label(path)}: is not UTF-8 at byte {error.start}") from error
-    return _Plan(operation, checkpoint, headers, table, config)
+    return _Plan(operation, checkpoint, headers, scratch, table, config)
 
 
 def _dry_run(plan: _Plan[R], source: Path, progress: Progress | None) -> Done[R]:

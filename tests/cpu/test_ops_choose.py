@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import resource
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +14,14 @@ import pytest
 import sp24cli
 from sp24cli.checkpoint.names import Selection
 from sp24cli.cli.main import run
-from sp24cli.errors import BadInputError
-from sp24cli.ops import prune_checkpoint, prune_file, quantize_file, stream, unpack_file
+from sp24cli.errors import BadInputError, Sp24Error
+from sp24cli.ops import choose, prune_checkpoint, prune_file, quantize_file, stream, unpack_file
 from sp24cli.ops.choose import Choice
 from sp24cli.optypes import OPERAND_TYPES
 from sp24cli.pruning import permute
+from sp24cli.pruning import sparsegpt as sparsegpt_module
 from sp24cli.pruning.pattern import Pattern, find_crowded, prune_pattern
+from sp24cli.pruning.triangle import Triangle
 from sp24cli.scaling import ScaleSpec
 from sp24cli.sparsity import find_violation, prune_24
 from sp24cli.verify import verify_file
@@ -70,6 +75,13 @@ def choices(model: Path) -> dict[str, Choice]:
         "sparsegpt 1:2": sparsegpt(model, pattern=Pattern(1, 2)),
         "magnitude 1:4": Choice(pattern=Pattern(1, 4)),
     }
+
+
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let several threads have work by sparsegpt."""
+    monkeypatch.setattr(sparsegpt_module, "_PIECE", 8)
+    monkeypatch.setattr(sparsegpt_module, "_PIECE_ELEMENTS", 0)
+    monkeypatch.setattr(sparsegpt_module, "_ENERGY_PIECE", 8)
 
 
 NAMES = list(choices(Path("model")))
@@ -315,6 +327,9 @@ def test_the_bytes_do_not_depend_on_workers(
     model: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stream, "BAND_ELEMENTS", 48 * 8)
+    monkeypatch.setattr(choose, "SPARSEGPT_PIECES", 2)
+    small_pieces(monkeypatch)
+    monkeypatch.setattr(sparsegpt_module, "_TILE", 12)
     choice = choices(model)[name]
     reports = [prune_file(model, tmp_path / f"{n}", choice=choice, workers=n) for n in (1, 2, 5)]
     for n in (2, 5):
@@ -374,6 +389,87 @@ def test_a_code_that_wanda_packed_wrong_is_found(model: Path, tmp_path: Path) ->
     assert report.failure is not None and "code at row 0" in report.failure
 
 
+# --- what does not fit in memory --------------------------------------------------------------
+
+
+@pytest.fixture
+def in_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every factor of more than a tile lies in a file."""
+    monkeypatch.setattr(sparsegpt_module, "_TILE", 12)
+    monkeypatch.setattr(sparsegpt_module, "MEMORY_LIMIT", 8 * 16 * 16)
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if "sparsegpt" in n])
+def test_a_factor_in_a_file_gives_the_same_bytes(
+    model: Path, tmp_path: Path, name: str, in_files: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    used: list[Path | None] = []
+    alive: set[Triangle] = set()
+
+    class Watched(Triangle):
+        def __init__(self, k: int, tile: int, folder: Path | None = None) -> None:
+            super().__init__(k, tile, folder)
+            used.append(folder)
+            alive.add(self)
+            assert len(alive) == 1, "two factors at once"
+
+        def close(self) -> None:
+            super().close()
+            alive.discard(self)
+
+    monkeypatch.setattr(sparsegpt_module, "Triangle", Watched)
+    report = prune_file(model, folder / "file", choice=choices(model)[name], workers=2)
+    assert (used, len(alive)) == ([folder, None], 0)
+    assert [path.name for path in folder.iterdir()] == ["file"]
+    prune_file(model, None, choice=choices(model)[name])
+    assert used[2:] == [Path(tempfile.gettempdir()), None]
+    monkeypatch.setattr(sparsegpt_module, "MEMORY_LIMIT", 1 << 20)
+    again = prune_file(model, folder / "memory", choice=choices(model)[name])
+    assert (used[4:], len(alive)) == ([None, None], 0)
+    assert (folder / "file").read_bytes() == (folder / "memory").read_bytes()
+    assert report.tensors == again.tensors
+
+
+def test_a_full_disk_ends_in_one_line(
+    model: Path, in_files: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = model.with_name("folder")
+    folder.mkdir()
+    command = ["prune", str(model), "-o", str(folder / "out"), "--method", "sparsegpt"]
+    command += ["--hessians", str(model.with_name("hessians"))]
+    size = sparsegpt_module.scratch_bytes(48)
+    assert size > 10**4
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10**4, hard))
+    try:
+        assert run(command) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    fault = f"{folder}: scratch file of {size} bytes cannot be written: File too large"
+    assert capsys.readouterr().err.splitlines()[-1].endswith(fault)
+    assert not list(folder.iterdir())
+
+
+def test_room_for_the_factor_is_checked_first(
+    model: Path, tmp_path: Path, in_files: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output, choice = tmp_path / "out", sparsegpt(model)
+    size = prune_file(model, None, choice=choice).output_bytes + sparsegpt_module.scratch_bytes(48)
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=size - 1))
+    with pytest.raises(Sp24Error, match=f"needs {size} bytes, but {tmp_path} has {size - 1} free"):
+        prune_file(model, output, choice=choice)
+    assert not output.exists()
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=size))
+    prune_file(model, output, choice=choice)
+    # With the pattern there, no factor is needed.
+    size -= sparsegpt_module.scratch_bytes(48)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=size))
+    prune_file(output, tmp_path / "again", choice=choice)
+
+
 # --- input that cannot be used ------------------------------------------------------------------
 
 
@@ -414,15 +510,17 @@ def test_bad_calibration_is_one_error_with_file_tensor_and_place(
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_weights_that_are_not_finite_are_named(
-    model: Path, tmp_path: Path, name: str, value: float
+    model: Path, tmp_path: Path, name: str, value: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tensors = load(model)[0]
     tensors["a.weight"] = tensors["a.weight"].copy()
     tensors["a.weight"][17, 9] = value
     save(model, tensors)
+    # So that threads of their own come upon it.
+    small_pieces(monkeypatch)
     choice = choices(model)[name]
     with pytest.raises(BadInputError, match=r"'a.weight': (nan|inf) at row 17, column 9"):
-        prune_file(model, tmp_path / "out", choice=choice)
+        prune_file(model, tmp_path / "out", choice=choice, workers=2)
     if choice.method != "sparsegpt" and choice.pattern == Pattern(2, 4):
         options: Any = {"optype": E4M3, "spec": ScaleSpec("vector"), "prune": True}
         with pytest.raises(BadInputError, match=r"'a.weight': (nan|inf) at row 17, column 9"):
@@ -471,6 +569,28 @@ def test_a_checkpoint_by_sparsegpt_permuted_with_its_experts(
             if name.endswith("_perm"):
                 assert after[name].tobytes() == array.tobytes()
     assert f"{EXPERTS}.2_perm" in load(Path(pruned) / shard(2))[0]
+
+
+def test_a_checkpoint_needs_room_for_its_largest_factor(
+    folder: Path, tmp_path: Path, in_files: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: Any = {
+        "selection": Selection(experts=True),
+        "choice": Choice("sparsegpt", calibration=tmp_path / "hessians"),
+    }
+    dry = prune_checkpoint(folder, None, **options).folder
+    assert dry is not None
+    usage = shutil.disk_usage(tmp_path)
+    free = dry.disk_bytes
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=free - 1))
+    with pytest.raises(Sp24Error, match=f"needs {free} bytes"):
+        prune_checkpoint(folder, tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=free))
+    done = prune_checkpoint(folder, tmp_path / "out", **options).folder
+    written = sum(path.stat().st_size for path in (tmp_path / "out").rglob("*") if path.is_file())
+    assert done is not None
+    assert done.disk_bytes == free == written + sparsegpt_module.scratch_bytes(64)
 
 
 def test_calibration_is_checked_for_all_shards_before_anything_is_written(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -13,6 +15,7 @@ from sp24cli.pruning.sparsegpt import (
     inverse_factor,
     output_energy,
     prune_sparsegpt,
+    scratch_bytes,
 )
 from sp24cli.pruning.wanda import check_norms, prune_wanda
 from sp24cli.sparsity import prune_24
@@ -49,9 +52,11 @@ def naive_sparsegpt(dense: Array, hessian: Array, kept: int, group: int, damping
 
 @pytest.mark.parametrize(("kept", "group"), [(2, 4), (1, 2), (4, 8)])
 @pytest.mark.parametrize("block_size", [8, 16, 128])
+@pytest.mark.parametrize("tile", [12, 1024])
 def test_against_a_hessian_inverted_for_every_column(
-    kept: int, group: int, block_size: int
+    kept: int, group: int, block_size: int, tile: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(sparsegpt, "_TILE", tile)
     dense = normal(1, (12, 40), "F64")
     x = inputs(2, 40)
     x[13] = 0  # a channel without any input
@@ -67,19 +72,44 @@ def test_against_a_hessian_inverted_for_every_column(
 
 
 @pytest.mark.parametrize("k", [4, 12, 100])
-@pytest.mark.parametrize("step", [8, 256])
+@pytest.mark.parametrize(("tile", "leaf"), [(8, 256), (8, 3), (64, 5), (1024, 256), (1024, 7)])
 def test_the_factor_is_that_of_the_inverse(
-    k: int, step: int, monkeypatch: pytest.MonkeyPatch
+    k: int, tile: int, leaf: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sparsegpt, "_STEP", step)
+    monkeypatch.setattr(sparsegpt, "_TILE", tile)
+    monkeypatch.setattr(sparsegpt, "_LEAF", leaf)
     x = inputs(3, k)
     hessian = (x @ x.T).astype(np.float32)
     factor, dead = inverse_factor(hessian, 0.05)
     assert not dead.any()
-    upper = np.triu(factor)
+    upper = np.triu(factor.rows(slice(0, k)))
     damped = hessian + 0.05 * hessian.diagonal().astype(np.float64).mean() * np.eye(k)
     np.testing.assert_allclose(upper.T @ upper @ damped, np.eye(k), atol=1e-10)
     assert (upper.diagonal() > 0).all()
+
+
+def test_memory_and_file_give_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many share the work: with two, tiles of a column are written in any order."""
+    monkeypatch.setattr(sparsegpt, "_TILE", 64)
+    monkeypatch.setattr(sparsegpt, "_PIECE", 16)
+    monkeypatch.setattr(sparsegpt, "_PIECE_ELEMENTS", 0)
+    monkeypatch.setattr(sparsegpt, "_ENERGY_PIECE", 16)
+    x = inputs(3, 500)
+    hessian, dense = x @ x.T, normal(4, (50, 500))
+    found = []
+    for limit, workers in ((1 << 30, 1), (1 << 30, 3), (0, 1), (0, 3)):
+        monkeypatch.setattr(sparsegpt, "MEMORY_LIMIT", limit)
+        assert bool(scratch_bytes(500)) == (limit == 0)
+        factor, dead = inverse_factor(hessian, folder=tmp_path, workers=workers)
+        with factor:
+            pruned = prune_sparsegpt(dense, factor, dead, workers=workers)
+            upper = np.triu(factor.rows(slice(0, 500)))
+        energy = output_energy(pruned, hessian, workers=workers)
+        found.append((upper.tobytes(), pruned.tobytes(), energy))
+    assert len(set(found)) == 1
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("dtype", ["F32", "F16", "BF16"])
@@ -131,9 +161,11 @@ def test_rows_do_not_depend_on_the_others() -> None:
 
 def test_hessians_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sparsegpt, "_STEP", 4)
+    monkeypatch.setattr(sparsegpt, "_TILE", 4)
     x = inputs(1, 12)
     good = (x @ x.T).astype(np.float32)
     check_hessian(good, 12)
+    check_hessian(good[:0, :0], 0)
     for value in (np.nan, np.inf):
         bad = good.copy()
         bad[9, 2] = value
@@ -151,12 +183,14 @@ def test_hessians_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
         check_hessian(good, 16)
 
 
-def test_a_hessian_that_needs_more_damping() -> None:
+def test_a_hessian_that_needs_more_damping(monkeypatch: pytest.MonkeyPatch) -> None:
     hessian = np.ones((8, 8)) + np.eye(8)
     hessian[0, 1] = hessian[1, 0] = 3
-    with pytest.raises(BadInputError, match=r"not positive definite with damping 0\.01"):
-        inverse_factor(hessian, 0.01)
-    inverse_factor(hessian, 2.0)
+    for limit in (sparsegpt.MEMORY_LIMIT, 0):
+        monkeypatch.setattr(sparsegpt, "MEMORY_LIMIT", limit)
+        with pytest.raises(BadInputError, match=r"not positive definite with damping 0\.01"):
+            inverse_factor(hessian, 0.01)
+        inverse_factor(hessian, 2.0)[0].close()
 
 
 def test_blocks_are_whole_groups() -> None:
