@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import sp24cli
-from tests.cpu.modelfile import save
+from tests.cpu.modelfile import DTYPES, normal, save
 
 ROWS, COLUMNS = 4096, 16384
 TENSOR_BYTES = 2 * ROWS * COLUMNS
@@ -30,9 +30,10 @@ print(json.dumps({"code": code, "peak": 1024 * int(peak)}), file=sys.stderr)
 """
 
 
-def peak(*arguments: object) -> int:
+def peak(*arguments: object, setup: str = "") -> int:
+    """The most memory of a command in a process of its own, which runs ``setup`` before."""
     done = subprocess.run(
-        [sys.executable, "-c", CHILD, *map(str, arguments)],
+        [sys.executable, "-c", setup + CHILD, *map(str, arguments)],
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
@@ -45,12 +46,17 @@ def peak(*arguments: object) -> int:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """134 MB of bf16 that take no room on disk: a hole, all zeros."""
-    path = tmp_path_factory.mktemp("memory") / "model.safetensors"
-    info = {"dtype": "BF16", "shape": [ROWS, COLUMNS], "data_offsets": [0, TENSOR_BYTES]}
+    """134 MB of bf16."""
+    return hole(tmp_path_factory.mktemp("memory") / "model.safetensors", ROWS, COLUMNS)
+
+
+def hole(path: Path, rows: int, columns: int, dtype: str = "BF16") -> Path:
+    """A file with a weight that takes no room on disk: all zeros."""
+    size = DTYPES[dtype].itemsize * rows * columns
+    info = {"dtype": dtype, "shape": [rows, columns], "data_offsets": [0, size]}
     text = json.dumps({"a.weight": info}).encode()
     path.write_bytes(struct.pack("<Q", len(text)) + text)
-    os.truncate(path, 8 + len(text) + TENSOR_BYTES)
+    os.truncate(path, 8 + len(text) + size)
     return path
 
 
@@ -84,3 +90,31 @@ def test_peaks_stay_below_a_tensor(model: Path, tmp_path_factory: pytest.TempPat
         # Verifying keeps the packed tensor's pages; the others keep row bands alone.
         limit = TENSOR_BYTES * (1.75 if name == "verify" else 0.75)
         assert most - base < limit, f"{name}: {most / 1e6:.0f} MB, base {base / 1e6:.0f}"
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
+def test_sparsegpt_holds_neither_hessian_nor_factor(tmp_path: Path) -> None:
+    """Of a layer of few columns, with tiles and limit in proportion."""
+    k = 2560
+    weight = save(tmp_path / "w", {"a.weight": normal(1, (96, k), "BF16")})
+    hessian = hole(tmp_path / "h", k, k, "F32")
+    # As the command does before it loads NumPy.
+    setup = """
+import os
+os.environ["OPENBLAS_NUM_THREADS"] = "1"
+from sp24cli.pruning import permute, sparsegpt
+sparsegpt._TILE, sparsegpt._STEP, sparsegpt.MEMORY_LIMIT = 128, 32, 10 << 20
+permute.SAMPLE_ELEMENTS = 1 << 15
+sparsegpt._PIECE = sparsegpt._ENERGY_PIECE = 16
+sparsegpt._PIECE_ELEMENTS = 0
+"""
+    for order in ((), ("--permute",)):
+        base = peak("prune", weight, "--dry-run", "--workers", 2, *order, setup=setup)
+        most = peak(
+            *("prune", weight, "-o", tmp_path / "out", "--force", "--method", "sparsegpt"),
+            *("--hessians", hessian, "--workers", 2, *order),
+            setup=setup,
+        )
+        # Less than the Hessian alone or half of the factor, 4 K^2 bytes each.
+        limit = 3 * k * k
+        assert most - base < limit, f"{order}: {most / 1e6:.0f} MB, base {base / 1e6:.0f}"
