@@ -6,15 +6,21 @@ import dataclasses
 import json
 import math
 import types
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from sp24cli.bench.check import OUT_ROUNDING
 from sp24cli.bench.ladder import SCHEMA as LADDER_SCHEMA
 from sp24cli.bench.ladder import LadderResult
-from sp24cli.bench.result import SCHEMA, BenchResult
+from sp24cli.bench.rates import Shape
+from sp24cli.bench.result import SCHEMA, BenchResult, Environment, Row
 from sp24cli.errors import BadInputError
 from sp24cli.optypes import OPERANDS
+
+#: What no number of a result is beyond, whatever its unit, nor a time or a rate below: ratios and
+#: products of a few of them are floats.
+_LEAST, _MOST = 1e-3, 1e15
 
 
 def read_result(path: str) -> BenchResult:
@@ -36,10 +42,9 @@ def read_any(path: str) -> BenchResult | LadderResult:
         return read_result(path)
     result = _read(path, "sp24.ladder", LADDER_SCHEMA, LadderResult)
     assert isinstance(result, LadderResult)
-    if not result.rows or result.type not in OPERANDS:
-        raise BadInputError(f"{path}: a ladder of {result.type} with {len(result.rows)} rungs")
-    if not all(0 < f.us < math.inf for r in result.rows for f in (r.row.burst, r.row.sustained)):
-        raise BadInputError(f"{path}: a time that is not positive")
+    found = _ladder_fault(result)
+    if found is not None:
+        raise BadInputError(f"{path}: {found}")
     return result
 
 
@@ -71,12 +76,53 @@ def _fault(result: BenchResult) -> str | None:
     for i, case in enumerate(result.cases):
         if case.type not in OPERANDS or case.out not in OUT_ROUNDING:
             return f"cases[{i}] multiplies {case.type} into {case.out}"
-        if min(case.shape.m, case.shape.n, case.shape.k) < 1:
-            return f"cases[{i}].shape is {case.shape}"
         if not case.checks or case.best("sp24", "burst") is None:
             return f"cases[{i}] has no verified figures of sp24"
-        if not all(0 < f.us < math.inf for row in case.rows for f in (row.burst, row.sustained)):
-            return f"cases[{i}] has a time that is not positive"
+        found = _shape_fault(case.shape) or _rows_fault(case.rows)
+        if found is not None:
+            return f"cases[{i}]{found}"
+    return _environment_fault(result.environment)
+
+
+def _ladder_fault(result: LadderResult) -> str | None:
+    """The same of a ladder."""
+    if not result.rows or result.type not in OPERANDS:
+        return f"a ladder of {result.type} with {len(result.rows)} rungs"
+    found = _shape_fault(result.shape)
+    if found is not None:
+        return found.lstrip(".")
+    found = _rows_fault([rung.row for rung in result.rows])
+    return f"the ladder{found}" if found else _environment_fault(result.environment)
+
+
+def _shape_fault(shape: Shape) -> str | None:
+    sides = (shape.m, shape.n, shape.k)
+    return None if 1 <= min(sides) <= max(sides) < _MOST else f".shape is {shape}"
+
+
+def _rows_fault(rows: Sequence[Row]) -> str | None:
+    for row in rows:
+        for figure in (row.burst, row.sustained):
+            if not _LEAST < figure.us < _MOST:
+                return " has a time that no product takes"
+            for name, value in vars(figure).items():
+                if isinstance(value, float) and not abs(value) < _MOST:
+                    return f" has {name} {value}"
+    return None
+
+
+def _environment_fault(environment: Environment) -> str | None:
+    rates = {
+        "sm_count": environment.sm_count,
+        "clock_mhz_max": environment.clock_mhz_max,
+        "copy_tbps": environment.copy_tbps,
+    }
+    for i, alone in enumerate(environment.wgmma):
+        for name in ("burst_tflops", "sustained_tflops"):
+            rates[f"wgmma[{i}].{name}"] = getattr(alone, name)
+    for name, rate in rates.items():
+        if rate is not None and not _LEAST < rate < _MOST:
+            return f"environment.{name} is {rate}"
     return None
 
 
@@ -98,13 +144,26 @@ def _value(raw: Any, kind: Any, where: str) -> Any:
         return _sequence(raw, arguments, where)
     if origin is dict:
         _need(isinstance(raw, dict), where, "an object", raw)
-        return {str(key): _value(item, arguments[1], f"{where}.{key}") for key, item in raw.items()}
+        return {
+            _value(key, str, where): _value(item, arguments[1], f"{where}.{key}")
+            for key, item in raw.items()
+        }
     if kind is float:
         if raw is None:  # how JSON holds what is not finite
             return math.inf
         _need(isinstance(raw, (int, float)) and not isinstance(raw, bool), where, "a number", raw)
-        return float(raw)
+        try:
+            number = float(raw)
+        except OverflowError:  # JSON has integers that no float holds
+            number = math.nan
+        _need(not math.isnan(number), where, "a number that a float holds", raw)
+        return number
     _need(type(raw) is kind, where, f"of type {kind.__name__}", raw)
+    if kind is int:
+        _need(abs(raw) < 1 << 63, where, "of 64 bits", raw)
+    if kind is str:
+        # Escapes of JSON can stand for halves of a character, which no file holds.
+        _need(not any("\ud800" <= c <= "\udfff" for c in raw), where, "text", raw)
     return raw
 
 

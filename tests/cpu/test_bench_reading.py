@@ -112,6 +112,20 @@ def _set(*keys):
         (_set("environment", "peers", []), "environment.peers .* an object"),
         (_set("settings", "rounds", 0), "settings: at least one round"),
         (_set("notes", "none"), "notes .* a list"),
+        (_set("notes", ["\ud800"]), r"notes\[0\] is .*, not text"),
+        (_set("environment", "peers", {"\ud800": "9"}), "environment.peers is .*, not text"),
+        (_set("environment", "sm_count", 0), "environment.sm_count is 0"),
+        (_set("environment", "sm_count", 10**30), "environment.sm_count is 1000.* of 64 bits"),
+        (_set("environment", "clock_mhz_max", None), "environment.clock_mhz_max is inf"),
+        (_set("environment", "clock_mhz_max", 10**400), "clock_mhz_max is 1000.* a float holds"),
+        (_set("environment", "clock_mhz_max", math.nan), "clock_mhz_max is NaN.* a float holds"),
+        (_set("environment", "clock_mhz_max", 2e-4), "environment.clock_mhz_max is 0.0002"),
+        (_set("environment", "copy_tbps", 1e-320), "environment.copy_tbps is 1e-320"),
+        (_set("environment", "wgmma", 0, "burst_tflops", None), r"wgmma\[0\].burst_tflops is inf"),
+        (_set("cases", 0, "shape", "m", 1 << 62), r"cases\[0\]\.shape is 4611686018427387904x"),
+        (_set("cases", 0, "rows", 1, "burst", "us", 1e308), r"cases\[0\] has a time"),
+        (_set("cases", 1, "rows", 0, "sustained", "tflops", None), r"cases\[1\] has tflops inf"),
+        (_set("cases", 1, "rows", 0, "burst", "sm_mhz", 1e300), r"cases\[1\] has sm_mhz 1e\+300"),
     ],
 )
 def test_a_fault_is_named_with_its_place(read, change, message):
@@ -121,6 +135,28 @@ def test_a_fault_is_named_with_its_place(read, change, message):
         read(document)
     assert "r.json: " in str(fault.value)
     assert "\n" not in str(fault.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_set("rows", []), "a ladder of e4m3 with 0 rungs"),
+        (_set("type", "e2m1"), "a ladder of e2m1 with"),
+        (_set("shape", "n", 0), "shape is 4096x0x8192"),
+        (_set("rows", 2, "row", "burst", "us", 0.0), "the ladder has a time"),
+        (_set("rows", 2, "row", "burst", "tflops", None), "the ladder has tflops inf"),
+        (_set("environment", "sm_count", 10**30), "environment.sm_count is 1000.* of 64 bits"),
+        (_set("environment", "clock_mhz_max", 0), "environment.clock_mhz_max is 0.0"),
+    ],
+)
+def test_a_fault_of_a_ladder_is_named(tmp_path, change, message):
+    document = json.loads((ROOT / "samples/results/h200-2026-11-30-ladder-e4m3.json").read_text())
+    change(document)
+    path = tmp_path / "ladder.json"
+    path.write_text(json.dumps(document))
+    with pytest.raises(BadInputError, match=message) as fault:
+        read_any(str(path))
+    assert str(fault.value).startswith(f"{path}: ")
 
 
 def test_a_missing_file_is_one_line():
