@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -393,27 +394,25 @@ def _tune(
     with _progress(quiet) as progress:
         result = tune.tune(plan, device, progress=progress)
     text = choices.to_text([result.table])
-    if not any(file == "-" for _, file in targets):
-        console.out(tune.table(result))
-    for _, file in targets:
-        if file == "-":
-            console.out(text.rstrip("\n"))
-        else:
-            _replace(Path(file), text.encode())
-    path = choices.cache_path(device.uuid, result.fatbins)
-    if not result.cases:
-        return result.failures
-    if path is None:
-        console.log("sp24: warning: no cache folder is known; nothing kept", quiet=quiet)
-        return result.failures
-    try:
-        kept = choices.read_cache(path)
-    except BadInputError as error:
-        console.log(f"sp24: warning: replaced: {error}", quiet=quiet)
-        kept = None
-    table = result.table if kept is None else kept.merged(result.table.measured)
-    choices.write_cache(path, table)
-    console.log(f"kept the choices for {len(result.cases)} problems in {path}", quiet=quiet)
+
+    def keep() -> None:
+        path = choices.cache_path(device.uuid, result.fatbins)
+        if path is None:
+            console.log("sp24: warning: no cache folder is known; nothing kept", quiet=quiet)
+            return
+        try:
+            kept = choices.read_cache(path)
+        except BadInputError as error:
+            console.log(f"sp24: warning: replaced: {error}", quiet=quiet)
+            kept = None
+        table = result.table if kept is None else kept.merged(result.table.measured)
+        choices.write_cache(path, table)
+        console.log(f"kept the choices for {len(result.cases)} problems in {path}", quiet=quiet)
+
+    _each(
+        lambda: _deliver(targets, lambda kind: (text if kind else tune.table(result)).encode()),
+        *([keep] if result.cases else []),
+    )
     return result.failures
 
 
@@ -490,6 +489,9 @@ def _targets(
     targets = [(kind, file) for kind, file in named if file is not None]
     if sum(file == "-" for _, file in targets) > 1:
         raise click.UsageError("only one of --json, --csv and --md can go to stdout")
+    for kind, file in [*targets, *([] if plot_file is None else [("plot", plot_file)])]:
+        if Path(file).is_dir():
+            raise click.UsageError(f"--{kind} {file!r}: is a folder")
     if plot_file is not None:
         kind = Path(plot_file).suffix.removeprefix(".").lower()
         if kind not in PLOTS:
@@ -535,14 +537,29 @@ def _write(
 def _deliver(targets: list[tuple[str, str]], content: Callable[[str], bytes]) -> None:
     """Write ``content`` of every target's format, and to stdout the table ("") or what was sent
     there instead."""
-    # The table first: should a file not be writable, the numbers are not lost.
-    if not any(file == "-" for _, file in targets):
-        console.out(content("").decode())
-    for kind, file in targets:
-        if file == "-":
-            console.out(content(kind).decode().rstrip("\n"))
-        else:
-            _replace(Path(file), content(kind))
+    printed = [kind for kind, file in targets if file == "-"] or [""]
+    # Stdout first: should a file not be writable, the numbers are not lost.
+    _each(
+        lambda: console.out(content(printed[0]).decode().removesuffix("\n")),
+        *(
+            partial(lambda kind, file: _replace(Path(file), content(kind)), kind, file)
+            for kind, file in targets
+            if file != "-"
+        ),
+    )
+
+
+def _each(*steps: Callable[[], None]) -> None:
+    """Take every step, though one before it has failed: what was measured took minutes. Then the
+    first `OSError`, that of a stdout whose reader has left after the others."""
+    faults: list[OSError] = []
+    for step in steps:
+        try:
+            step()
+        except OSError as fault:
+            faults.append(fault)
+    if faults:
+        raise min(faults, key=lambda fault: isinstance(fault, BrokenPipeError))
 
 
 def _replace(path: Path, content: bytes) -> None:

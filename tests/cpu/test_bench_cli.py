@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
 from dataclasses import replace
@@ -86,6 +87,9 @@ def test_without_a_gpu_it_is_one_line_and_exit_5(no_gpu, capsys, arguments):
         (["--json", "-", "--csv", "-"], "only one"),
         (["--plot", "x.pdf"], "svg, png, html"),
         (["--plot", "-"], "svg, png, html"),
+        (["--json", ""], "--json '': is a folder"),
+        (["--csv", "."], "--csv '.': is a folder"),
+        (["--plot", ".."], "--plot '..': is a folder"),
         (["--from", "x.json", "--shape", "4x4x4", "--seed", "1"], "with --shape, --seed"),
         (["x.safetensors", "--from", "x.json"], "--from does not go with PACKED"),
         (["--from", "x.json", "--tune", "--ceiling"], "with --ceiling, --tune"),
@@ -143,6 +147,29 @@ class TestOutput:
         plain.write_text("")
         command._write(RESULT, [("json", str(written))])
         assert written.stat().st_mode == plain.stat().st_mode
+
+
+    def test_a_file_that_cannot_be_written_keeps_none_from_the_others(self, tmp_path, capsys):
+        (tmp_path / "file").write_text("")
+        bad, good = tmp_path / "file" / "r.json", tmp_path / "r.csv"
+        with pytest.raises(FileExistsError):
+            command._write(RESULT, [("json", str(bad)), ("csv", str(good)), ("md", "-")])
+        assert good.read_text().startswith("date,gpu,m,n,k,")
+        assert capsys.readouterr().out.startswith("# sp24 bench")
+
+    def test_a_reader_of_stdout_that_has_left_costs_no_file(self, tmp_path, monkeypatch):
+        def closed(message=""):
+            raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+        monkeypatch.setattr(command.console, "out", closed)
+        path = tmp_path / "r.json"
+        with pytest.raises(BrokenPipeError):
+            command._write(RESULT, [("json", str(path))])
+        assert json.loads(path.read_text())["sp24.bench"] == 1
+        # A disk that is full is what there is to say of both.
+        monkeypatch.setattr(command.os, "replace", _fail)
+        with pytest.raises(OSError, match="full"):
+            command._write(RESULT, [("json", str(path))])
 
 
 def _fail(*_):

@@ -232,6 +232,23 @@ class TestCommand:
         kept = choices.read_cache(self.path)
         assert [row.problem for row in kept.measured] == PROBLEMS[:1] if done else kept is None
 
+    def test_a_choice_is_kept_though_the_json_cannot_be_written(self, capsys, tmp_path):
+        (tmp_path / "file").write_text("")
+        assert sp24([*self.ARGUMENTS, "--json", str(tmp_path / "file" / "t.json")]) == 1
+        captured = capsys.readouterr()
+        assert "without tuning:" in captured.out
+        assert captured.err.splitlines()[-1].endswith("file: File exists")
+        assert len(choices.read_cache(self.path).measured) == 2
+
+    def test_a_cache_that_cannot_be_written_is_said_after_the_table(self, capsys, tmp_path):
+        self.path.parent.parent.mkdir(parents=True, exist_ok=True)
+        self.path.parent.write_text("")
+        assert sp24([*self.ARGUMENTS, "--json", str(tmp_path / "t.json")]) == 1
+        captured = capsys.readouterr()
+        assert "without tuning:" in captured.out
+        assert captured.err.splitlines()[-1] == f"sp24: error: {self.path.parent}: File exists"
+        assert len(choices.from_text((tmp_path / "t.json").read_text(), "")[0].measured) == 2
+
     def test_an_unreadable_cache_is_replaced_with_a_warning(self, capsys):
         self.path.parent.mkdir(parents=True)
         self.path.write_text("{")
