@@ -15,7 +15,7 @@ from sp24cli.bench.statistics import Settings
 from sp24cli.checkpoint.packedfile import PackedFile
 from sp24cli.errors import BadInputError, Sp24Error
 from sp24cli.fragments import weight_scales
-from sp24cli.gpu.select import needs_widening
+from sp24cli.gpu.select import candidates, needs_widening, summation
 from sp24cli.ops.plan import tensor_label
 from sp24cli.optypes import OPERANDS, Operands, OperandType, operand_type, operands
 from sp24cli.packed import PackedMatrix, check_parts
@@ -241,6 +241,25 @@ def types_of(
             f"{' or '.join(wide)}, not of {types.b.name}"
         )
     return types
+
+
+def check_kernels(
+    types: Operands,
+    scale: ScaleSpec,
+    accumulate: str,
+    out: str | None,
+    order: str,
+    kernel: str | None = None,
+) -> None:
+    """`Sp24Error` where no kernel multiplies random operands of these types and scales so, or the
+    one called ``kernel`` does not."""
+    out = out or _default_out(types)
+    wide = weight_scales(scale) if types.widened else None
+    block = scale.block if wide is None else None
+    how = summation(accumulate, block, scale.kind == "vector", SCALE_K if block else 0, wide)
+    found = candidates(types.name, out, order, how, able=kernel is not None)
+    if kernel is not None and kernel not in {entry.name for entry in found}:
+        raise Sp24Error(f"{kernel} does not multiply {types.name} into {out} {order} ({how} sums)")
 
 
 def _default_out(types: Operands) -> str:

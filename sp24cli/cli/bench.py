@@ -39,7 +39,10 @@ _CLIMBING = {
     "ladder", "rungs", "shapes", "rounds", "noise_limit", "seed", "json_file", "csv_file",
     "md_file", "plot_file", "workers", "quiet",
 }  # fmt: skip
-_NOT_TUNING = {"baseline", "plot_file", "csv_file", "md_file", "ceiling", "kernel"}
+_NOT_TUNING = {
+    "baseline", "plot_file", "csv_file", "md_file", "ceiling", "kernel", "peers", "rounds",
+    "noise_limit",
+}  # fmt: skip
 
 
 def _shape(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> Any:
@@ -163,7 +166,13 @@ def _file_option(name: str, what: str) -> Callable[[Any], Any]:
     metavar="PERCENT",
     help="Median deviation above which a figure is marked doubtful.",
 )
-@click.option("--seed", type=int, default=24, show_default=True, help="Seed of the random data.")
+@click.option(
+    "--seed",
+    type=click.IntRange(min=0),
+    default=24,
+    show_default=True,
+    help="Seed of the random data.",
+)
 @click.option(
     "--ceiling",
     is_flag=True,
@@ -260,6 +269,7 @@ def bench(
     from sp24cli.kernels import manifest
 
     if list_kernels:
+        _refuse(context, "--list", _given(context) - {"list_kernels", "quiet"})
         from sp24cli.bench.report import kernel_list
 
         console.out(kernel_list(manifest.load()))
@@ -280,7 +290,7 @@ def bench(
     if block is not None and scale != "block":
         raise click.UsageError("--block is for --scale block")
     if packed is None:
-        _check_types(type_name or "e4m3", b_type, accumulate, out, scale or "tensor", block)
+        _check_types(type_name or "e4m3", b_type, accumulate, out, order, scale, block, kernel)
     targets = _targets(json_file, csv_file, md_file, plot_file)
 
     from sp24cli.bench.ladder import LadderResult
@@ -456,21 +466,29 @@ def _check_types(
     b_type: str | None,
     accumulate: str,
     out: str | None,
-    scale: ScaleKind,
+    order: str,
+    scale: ScaleKind | None,
     block: str | None,
+    kernel: str | None,
 ) -> None:
-    """A usage error for operands, scales or an output that no kernel has."""
-    from sp24cli.bench.plan import random_scale, types_of
-    from sp24cli.kernels import manifest
+    """A usage error for operands, scales, sums, an output or a kernel that do not go together."""
+    from sp24cli.bench.plan import check_kernels, random_scale, types_of
+    from sp24cli.gpu.select import outputs
+    from sp24cli.optypes import operand_type
 
+    if scale is not None and not operand_type(type_name).scaled:
+        raise click.UsageError(f"--type {type_name} has no scale; leave out --scale")
     try:
-        spec = random_scale(type_name, scale, block)
-        name = types_of(type_name, spec, b_type, accumulate).name
+        spec = random_scale(type_name, scale or "tensor", block)
+        types = types_of(type_name, spec, b_type, accumulate)
+        known = outputs(types.name)
+        if out is not None and out not in known:
+            raise click.UsageError(
+                f"--out {out}: {types.name} is multiplied into {', '.join(known)} only"
+            )
+        check_kernels(types, spec, accumulate, out, order, kernel)
     except Sp24Error as fault:
         raise click.UsageError(str(fault)) from None
-    outputs = dict.fromkeys(e.out_type for e in manifest.load().entries if e.type == name)
-    if out is not None and out not in outputs:
-        raise click.UsageError(f"--out {out}: {name} is multiplied into {', '.join(outputs)} only")
 
 
 def _shapes(shapes: tuple[Shape, ...], name: str | None, seed: int) -> tuple[Shape, ...]:

@@ -41,7 +41,13 @@ from sp24cli.verify import NumericsResult, TensorVerdict, VerifyReport, verify_f
     show_default=True,
     help="Where the products run; auto takes a Hopper GPU when there is one.",
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the activations.")
+@click.option(
+    "--seed",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Of the activations.",
+)
 @workers_option
 @json_option
 @quiet_option

@@ -12,19 +12,13 @@ import numpy.typing as npt
 
 from sp24cli import fragments, smoothing
 from sp24cli.errors import BadInputError, Sp24Error
+from sp24cli.gpu import select
 from sp24cli.gpu.activations import gather_columns
 from sp24cli.gpu.arguments import pack_struct, tensor_map
 from sp24cli.gpu.arrays import DeviceArray, vector, view
 from sp24cli.gpu.device import Buffer, Device, Kernel
 from sp24cli.gpu.order import tile_order
-from sp24cli.gpu.select import (
-    Choice,
-    block_summation,
-    candidates,
-    chosen,
-    cta_tiles,
-    needs_widening,
-)
+from sp24cli.gpu.select import Choice, candidates, chosen, cta_tiles, needs_widening
 from sp24cli.kernels import manifest
 from sp24cli.kernels.choices import Problem
 from sp24cli.optypes import (
@@ -338,21 +332,10 @@ class SparseWeight:
         )
 
     def summation(self, accumulate: str, scale_b_k: int) -> str:
-        """How a product sums (`manifest.SUMMATIONS`): as ``accumulate`` says, "fast" or "precise",
-        unless scales of A or, by ``scale_b_k``, of B change along K. "f16" is fast: what it says is
-        the type of the sums. A widened weight's, of `manifest.WIDENED_SUMMATIONS`, are fast."""
-        if accumulate not in ("fast", "precise", "f16"):
-            raise Sp24Error(f"accumulation is fast, precise or f16, not {accumulate!r}")
-        if self.widened is not None:
-            if accumulate != "fast" or scale_b_k:
-                what = f"scales every {scale_b_k} of K" if scale_b_k else f"{accumulate} sums"
-                raise Sp24Error(f"no kernel that widens weights has {what}")
-            return manifest.WIDENED_SUMMATIONS[self.weight_scales]
-        accumulate = "fast" if accumulate == "f16" else accumulate
-        if self.block is None and not scale_b_k:
-            return accumulate
-        rows, columns = self.block or (int(self.scale_rows), 0)
-        return block_summation(rows, math.gcd(columns, scale_b_k))
+        """How a product sums, as `select.summation` says of this weight; ``scale_b_k`` is the K
+        that a scale of B covers, 0 for all of it."""
+        wide = None if self.widened is None else self.weight_scales
+        return select.summation(accumulate, self.block, self.scale_rows, scale_b_k, wide)
 
     def plan(
         self,

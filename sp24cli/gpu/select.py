@@ -15,17 +15,18 @@ one tile are alike; only the first rule asks for the same types.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING
 
 from sp24cli.errors import BadInputError, Sp24Error
-from sp24cli.fragments import WIDENED, weight_scales
+from sp24cli.fragments import WIDENED, WeightScales, weight_scales
 from sp24cli.gpu.correction import Correction
 from sp24cli.kernels import choices
 from sp24cli.kernels.choices import Measured, Problem, Table
-from sp24cli.kernels.manifest import SUMMATIONS, Entry, RungEntry, load
+from sp24cli.kernels.manifest import SUMMATIONS, WIDENED_SUMMATIONS, Entry, RungEntry, load
 from sp24cli.scaling import ScaleSpec
 
 if TYPE_CHECKING:
@@ -89,6 +90,32 @@ def block_summation(rows: int, block_k: int) -> str:
         f"scales that change every {block_k} of K need a kernel that is not in this version: "
         "the kernels take multiples of 64"
     )
+
+
+def summation(
+    accumulate: str,
+    block: tuple[int, int] | None,
+    scale_rows: bool,
+    scale_b_k: int,
+    widened: WeightScales | None = None,
+) -> str:
+    """How a product sums (`manifest.SUMMATIONS`): as ``accumulate`` says, "fast" or "precise",
+    unless scales of A, one a ``block``, or of B, one every ``scale_b_k`` of K (0: of all of it),
+    change along K. "f16" is fast: what it says is the type of the sums. ``scale_rows``: A has a
+    scale a row. A widened weight's, of `manifest.WIDENED_SUMMATIONS`, are fast; ``widened`` are the
+    scales that it meets before. `Sp24Error` where no kernel sums so."""
+    if accumulate not in ("fast", "precise", "f16"):
+        raise Sp24Error(f"accumulation is fast, precise or f16, not {accumulate!r}")
+    if widened is not None:
+        if accumulate != "fast" or scale_b_k:
+            what = f"scales every {scale_b_k} of K" if scale_b_k else f"{accumulate} sums"
+            raise Sp24Error(f"no kernel that widens weights has {what}")
+        return WIDENED_SUMMATIONS[widened]
+    accumulate = "fast" if accumulate == "f16" else accumulate
+    if block is None and not scale_b_k:
+        return accumulate
+    rows, columns = block or (int(scale_rows), 0)
+    return block_summation(rows, math.gcd(columns, scale_b_k))
 
 
 def check_block_scales(type_name: str, block: tuple[int, int]) -> None:

@@ -87,6 +87,15 @@ def test_without_a_gpu_it_is_one_line_and_exit_5(no_gpu, capsys, arguments):
         (["--json", "-", "--csv", "-"], "only one"),
         (["--plot", "x.pdf"], "svg, png, html"),
         (["--plot", "-"], "svg, png, html"),
+        (["--type", "e5m2", "--accumulate", "precise"], "e5m2 into bf16 nm, summing precise"),
+        (["--type", "f16", "--accumulate", "precise"], "f16 into f16 nm, summing precise"),
+        (["--b-type", "e5m2", "--scale", "block"], "e4m3_e5m2 into bf16 nm, summing block128"),
+        (["--b-type", "bf16", "--accumulate", "precise"], "that widens weights has precise sums"),
+        (["--kernel", "gemm_f16_f16_nm_n256_w2_c2_s5"], "does not multiply e4m3 into bf16 nm"),
+        (["--type", "f16", "--scale", "vector"], "--type f16 has no scale; leave out --scale"),
+        (["--seed", "-1"], "--seed"),
+        (["--list", "--json", "x.json", "--shape", "4x4x4"], "with --shape, --json"),
+        (["--tune", "--rounds", "2", "--no-peers"], "--tune does not go with --peers, --rounds"),
         (["--json", ""], "--json '': is a folder"),
         (["--csv", "."], "--csv '.': is a folder"),
         (["--plot", ".."], "--plot '..': is a folder"),
@@ -102,6 +111,23 @@ def test_usage_errors_come_before_the_gpu(no_gpu, capsys, arguments, message):
     captured = capsys.readouterr()
     assert message in captured.err
     assert captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--accumulate", "precise", "--out", "f32", "--order", "mn"],
+        ["--scale", "block", "--block", "1x192", "--out", "f16"],
+        ["--scale", "mx", "--b-type", "f16", "--out", "f32"],
+        ["--type", "f16", "--accumulate", "f16"],
+        ["--type", "s8", "--out", "bf16", "--scale", "vector"],
+        # One that applies scales of blocks where there are none: it can, though none would ask.
+        ["--kernel", next(e.name for e in manifest.load().entries if e.loop_scales == "row")],
+    ],
+)
+def test_what_kernels_do_comes_as_far_as_the_gpu(no_gpu, capsys, arguments):
+    assert run(["bench", *arguments]) == 5
+    assert capsys.readouterr().err.startswith("sp24: error: no usable GPU")
 
 
 @pytest.mark.parametrize(("codes", "code"), [((1,), 1), ((1, 3), 3), ((), 0)])
@@ -147,7 +173,6 @@ class TestOutput:
         plain.write_text("")
         command._write(RESULT, [("json", str(written))])
         assert written.stat().st_mode == plain.stat().st_mode
-
 
     def test_a_file_that_cannot_be_written_keeps_none_from_the_others(self, tmp_path, capsys):
         (tmp_path / "file").write_text("")

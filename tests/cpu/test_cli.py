@@ -126,6 +126,7 @@ def test_version_loads_no_numpy() -> None:
         ["quantize", "in", "-o", "out", "--scale", "tensor", "--layout", "sm80"],
         ["verify"],
         ["verify", "in", "--device", "tpu"],
+        ["verify", "in", "--seed", "-1"],
         ["unpack", "in"],
         ["unpack", "in", "-o", "out", "--codes", "--dtype", "f32"],
         ["inspect"],
