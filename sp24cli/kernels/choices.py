@@ -32,6 +32,9 @@ from sp24cli.kernels import manifest
 #: Version of the JSON document.
 SCHEMA = 1
 
+#: What reading a document that is none of ours raises.
+_FAULTS = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -109,7 +112,7 @@ def from_text(text: str, where: str) -> tuple[Table, ...]:
             Table(str(gpu), str(found["fatbins"]), tuple(_row(row) for row in found["measured"]))
             for gpu, found in document["gpus"].items()
         )
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except _FAULTS as error:
         raise BadInputError(f"{where}: not a table of measured kernels ({error!r})") from None
 
 
@@ -117,11 +120,16 @@ def _row(raw: dict[str, Any]) -> Measured:
     times = {
         str(name): float(us) for name, us in {**raw["others"], raw["kernel"]: raw["us"]}.items()
     }
-    m, n, k = (int(raw[side]) for side in ("m", "n", "k"))
-    if min(m, n, k) < 1 or not all(math.isfinite(us) and us > 0 for us in times.values()):
-        raise ValueError("a size or time that is not positive")
-    summation = str(raw.get("summation", "fast"))
-    return Measured(Problem(raw["type"], raw["out"], raw["order"], m, n, k, summation), times)
+    names = (raw["type"], raw["out"], raw["order"])
+    sides = (raw["m"], raw["n"], raw["k"])
+    summation = raw.get("summation", "fast")
+    if not all(isinstance(name, str) for name in (*names, summation)):
+        raise ValueError("a type, order or summation that is no name")
+    if not all(type(side) is int and 1 <= side < 1 << 31 for side in sides):
+        raise ValueError("a size that is none")
+    if not all(math.isfinite(us) and us > 0 for us in times.values()):
+        raise ValueError("a time that is not positive")
+    return Measured(Problem(*names, *sides, summation), times)
 
 
 @cache

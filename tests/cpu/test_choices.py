@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -130,7 +131,12 @@ class TestFile:
         with pytest.raises(BadInputError, match=r"^there\.json: "):
             choices.from_text(text, "there.json")
 
-    @pytest.mark.parametrize(("key", "value"), [("us", 0), ("us", "x"), ("m", 0), ("us", 1e999)])
+    @pytest.mark.parametrize(
+        ("key", "value"),
+        [("us", 0), ("us", "x"), ("us", 1e999), ("us", 10**400), ("m", 0), ("m", 1e999),
+         ("m", 4096.5), ("k", 1 << 31), ("type", ["e4m3"]), ("out", math.nan),
+         ("summation", {})],
+    )  # fmt: skip
     def test_a_row_that_cannot_be_is_refused(self, key, value):
         document = json.loads(choices.to_text([self.ROWS]))
         document["gpus"]["NVIDIA H200"]["measured"][0][key] = value
@@ -181,11 +187,14 @@ class TestCache:
         monkeypatch.setattr(choices, "shipped", lambda: (Table("NVIDIA H100", "", rows),))
         assert select.chosen(device, HERE).by == "model"
 
-    @pytest.mark.parametrize("fault", ["text", "binary", "folder"])
+    @pytest.mark.parametrize("fault", ["text", "binary", "folder", "row"])
     def test_an_unreadable_cache_is_one_warning(self, device, caplog, fault):
         self.path.parent.mkdir()
         if fault == "folder":
             self.path.mkdir()
+        elif fault == "row":
+            text = choices.to_text([table((HERE, {WIDE: 300.0}))])
+            self.path.write_text(text.replace('"m": 4096', '"m": 1e400'))
         else:
             self.path.write_bytes(b"{" if fault == "text" else b"\xff\xfe")
         with caplog.at_level(logging.WARNING):
@@ -217,6 +226,7 @@ class TestCache:
 
 def test_the_shipped_table_names_kernels_that_exist():
     names = {entry.name for entry in manifest.load().entries}
+    assert choices.shipped()
     for shipped in choices.shipped():
         for row in shipped.measured:
             assert set(row.times) <= names, row.problem
