@@ -115,6 +115,8 @@ def parse_shape(text: str) -> Shape:
     m, n, k = (int(p) for p in parts)
     if min(m, n, k) < 1:
         raise ValueError(f"{text!r}: every side must be positive")
+    if max(m, n, k) >= 1 << 31:
+        raise ValueError(f"{text!r}: every side must be below 2^31")
     if k % 4:
         raise ValueError(f"{text!r}: K must be a multiple of 4")
     return Shape(m, n, k)

@@ -10,7 +10,7 @@ from typing import Any
 from sp24cli.bench.candidates import Role
 from sp24cli.bench.rates import Shape
 from sp24cli.bench.statistics import Settings
-from sp24cli.errors import Interrupted
+from sp24cli.errors import Interrupted, Sp24Error
 from sp24cli.ops.report import document
 from sp24cli.verify.result import Check
 
@@ -148,6 +148,13 @@ class Failure:
     shape: Shape
     message: str
     exit_code: int
+
+
+def failed(shape: Shape, error: Sp24Error | MemoryError) -> Failure:
+    """The case that an error ended; the others go on."""
+    if isinstance(error, MemoryError):
+        return Failure(shape, "out of memory", Sp24Error.exit_code)
+    return Failure(shape, str(error), error.exit_code)
 
 
 def interrupted(shape: Shape) -> Failure:

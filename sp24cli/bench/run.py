@@ -40,6 +40,7 @@ from sp24cli.bench.result import (
     Progress,
     Row,
     WgmmaCeiling,
+    failed,
     interrupted,
 )
 from sp24cli.bench.statistics import rotation
@@ -104,8 +105,8 @@ def run(
             head = f"[{i}/{len(plan.cases)}] {case.shape} {case.type}"
             try:
                 result = _run_case(bench, case, _prefixed(say, head))
-            except Sp24Error as error:
-                failures.append(Failure(case.shape, str(error), error.exit_code))
+            except (Sp24Error, MemoryError) as error:
+                failures.append(failed(case.shape, error))
             except KeyboardInterrupt:
                 if not cases:
                     raise

@@ -16,7 +16,7 @@ from sp24cli.bench.instrument import DeviceTimer, Instrument
 from sp24cli.bench.plan import BenchPlan, Case
 from sp24cli.bench.rates import a_bytes, b_bytes
 from sp24cli.bench.report import align, significant
-from sp24cli.bench.result import Failure, Progress, interrupted, mean_and_least
+from sp24cli.bench.result import Failure, Progress, failed, interrupted, mean_and_least
 from sp24cli.bench.statistics import rotation
 from sp24cli.errors import Sp24Error, VerificationError
 from sp24cli.gpu.select import Choice, Selector, candidates
@@ -89,8 +89,8 @@ def tune(
         say(f"[{i}/{len(plan.cases)}] {case.shape} {case.type}")
         try:
             cases.append(_tuned(case, plan, device, instrument, selector))
-        except Sp24Error as error:
-            failures.append(Failure(case.shape, str(error), error.exit_code))
+        except (Sp24Error, MemoryError) as error:
+            failures.append(failed(case.shape, error))
             continue
         except KeyboardInterrupt:
             if not cases:

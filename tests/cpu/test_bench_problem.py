@@ -33,10 +33,21 @@ def test_shapes_are_read():
 
 @pytest.mark.parametrize(
     "text",
-    ["4096", "1x2", "1x2x3x4", "axbxc", "0x16x16", "16x0x16", "16x16x18", "-1x16x16", "٣x4x4"],
+    [
+        "4096",
+        "1x2",
+        "1x2x3x4",
+        "axbxc",
+        "0x16x16",
+        "16x0x16",
+        "16x16x18",
+        "-1x16x16",
+        "٣x4x4",
+        "4x2147483648x4",
+    ],
 )
 def test_what_is_no_shape_is_refused(text):
-    with pytest.raises(ValueError, match=r"MxNxK|positive|multiple of 4"):
+    with pytest.raises(ValueError, match=r"MxNxK|positive|multiple of 4|below 2\^31"):
         parse_shape(text)
 
 

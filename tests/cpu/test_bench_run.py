@@ -88,6 +88,21 @@ def test_an_interrupted_run_keeps_what_it_has(device, monkeypatch):
         run(device, [Shape(128, 48, 256)])
 
 
+def test_a_case_without_memory_does_not_take_the_others_along(device, monkeypatch):
+    random_tokens = plan.random_tokens
+
+    def allocate(n, *rest):
+        if n == 48:
+            raise MemoryError
+        return random_tokens(n, *rest)
+
+    monkeypatch.setattr(plan, "random_tokens", allocate)
+    result = run(device, [Shape(128, n, 256) for n in (16, 48, 64)])
+    assert [case.shape.n for case in result.cases] == [16, 64]
+    (failure,) = result.failures
+    assert (failure.shape.n, failure.message, failure.exit_code) == (48, "out of memory", 1)
+
+
 #: A type, B type, sum and output, and the name and output that they have in a result.
 NEW_TYPES = [
     ({"type_name": "e4m3", "b_type": "e5m2"}, "e4m3_e5m2", "bf16"),
