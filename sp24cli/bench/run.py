@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -151,7 +151,7 @@ def open_libraries(device: Device, stack: ExitStack, *, wanted: bool) -> Librari
         except (PeerAbsent, PeerError) as reason:
             found.states[name] = f"not used: {reason}"
             continue
-        stack.callback(library.close)
+        stack.callback(_close, library)
         found.states[name] = library.version
         if isinstance(library, CublasLt):
             found.cublaslt = library
@@ -161,6 +161,13 @@ def open_libraries(device: Device, stack: ExitStack, *, wanted: bool) -> Librari
         found.cusparselt = None
         found.states = dict.fromkeys(found.states, "not asked for")
     return found
+
+
+def _close(library: CublasLt | CusparseLt) -> None:
+    """What was measured is not lost to a library that does not end: after a fault on the GPU every
+    call fails, and that fault has been told."""
+    with suppress(PeerError):
+        library.close()
 
 
 def _run_case(bench: _Bench, case: Case, tell: Progress) -> CaseResult:

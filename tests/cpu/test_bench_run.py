@@ -22,8 +22,9 @@ from sp24cli.ops.calibrate import Calibration
 from sp24cli.ops.choose import Choice
 from sp24cli.ops.quantize import quantize_file
 from sp24cli.optypes import operand_type
+from sp24cli.peers.loading import PeerError
 from sp24cli.scaling import ScaleSpec
-from tests.cpu.benchdevice import SETTINGS, KernelPlan, Weight, libraries, simulate
+from tests.cpu.benchdevice import SETTINGS, KernelPlan, PeerLibrary, Weight, libraries, simulate
 from tests.cpu.modelfile import load, normal, save
 
 
@@ -101,6 +102,17 @@ def test_a_case_without_memory_does_not_take_the_others_along(device, monkeypatc
     assert [case.shape.n for case in result.cases] == [16, 64]
     (failure,) = result.failures
     assert (failure.shape.n, failure.message, failure.exit_code) == (48, "out of memory", 1)
+
+
+def test_a_library_that_does_not_end_takes_no_figures_along(device, monkeypatch):
+    libraries(monkeypatch, dense=12.0)
+
+    def close(self):
+        raise PeerError("cublasLtDestroy: an illegal memory access was encountered")
+
+    monkeypatch.setattr(PeerLibrary, "close", close)
+    (case,) = run(device).cases
+    assert case.best("cublaslt", "burst") is not None
 
 
 #: A type, B type, sum and output, and the name and output that they have in a result.
