@@ -66,7 +66,7 @@ def verify(
 
     Numerics multiplies every weight by random activations and by the identity and compares
     each element with float64 under a derived bound: on a GPU by the kernels, on the CPU by
-    decoding what they would read. The error printed is that of the whole product; of FP8 on a
+    decoding what they would read. The error printed is that of the whole product; of e4m3 on a
     GPU, with fast and with precise sums into float32. The product of a weight with smoothed columns
     is compared with that of the original as well, its activations divided and then quantized.
     Exits 3 and names the first wrong place where it differs.

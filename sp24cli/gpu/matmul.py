@@ -416,8 +416,9 @@ def matmul(
             of one scale lie apart). The latter in any strides: read fastest where the scales of
             neighbouring rows lie side by side (column-major).
         bias: f32 [M].
-        accumulate: "fast", or "precise": FP8 sums are promoted to float32 every 256 of K. Sums with
-            scales that change along K are promoted at least as often, whatever is said here.
+        accumulate: "fast"; "precise": sums of e4m3 by e4m3 are promoted to float32 every 256 of K;
+            or "f16", of f16 alone: they are kept in f16. Sums with scales that change along K are
+            promoted at least every 128, whatever is said here.
         smoothed: that the columns of x were divided by ``weight.smooth`` before x was quantized,
             as ``quantize_tokens(x, smooth=weight.smooth)`` does. x does not show it, so a weight
             with such factors is not multiplied unless it is said; to others it means nothing.

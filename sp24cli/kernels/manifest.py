@@ -40,9 +40,9 @@ class Entry:
 
     ``tile_m``, ``tile_n``, ``tile_k`` are the logical sizes of one CTA's tile and of one block,
     ``cluster`` the CTAs along M that share B, ``split`` the CTAs that each sum a part of K of one
-    tile, ``box_rows_b`` x ``box_bytes_b`` the box of B that one copy brings, ``block_bytes`` one
-    block of the ``sm90`` image. ``scales`` are the kinds that it applies: none where D are the sums
-    of integers.
+    tile, ``box_rows_b`` x ``box_bytes_b`` the box of B that one copy brings of a whole tile (of the
+    last column of tiles all rows that there are), ``block_bytes`` one block of the image of A.
+    ``scales`` are the kinds that it applies: none where D are the sums of integers.
 
     ``accumulate`` is the type of the accumulators. ``promote_k`` is the K after which partial sums
     are added to float32 registers, 0 where the tensor cores keep all of the sum; ``loop_scales``

@@ -43,12 +43,12 @@ def verify_matrix(
     and so proves values, metadata and scales as the tensor core reads them. Then, kernel by kernel,
     A times random rows of type B, with a scale a row and a bias (sums of integers: exactly, without
     either); every element within `tensorcore.element_bound` of float64, and the whole within
-    `tensorcore.frobenius_bound`. FP8 weights with one scale, or one a row, are multiplied with fast
-    and with precise sums; to one with block scales come activations with a scale a row and
-    `SCALE_K` columns. To a weight with smoothed columns come, besides, float32 activations for each
-    type B: the kernel that quantizes them divides them by its factors, bit for bit as on the CPU
-    ("smooth_tokens"), and the product by the kernel that `matmul` takes is compared with that of
-    the original ("original product", see `smoothed`).
+    `tensorcore.frobenius_bound`. e4m3 weights with one scale, or one a row, are multiplied with
+    fast and, by e4m3, with precise sums; to one with block scales come activations with a scale a
+    row and `SCALE_K` columns. To a weight with smoothed columns come, besides, float32 activations
+    for each type B: the kernel that quantizes them divides them by its factors, bit for bit as on
+    the CPU ("smooth_tokens"), and the product by the kernel that `matmul` takes is compared with
+    that of the original ("original product", see `smoothed`).
 
     A weight that must be widened for its scales is multiplied by bf16 and f16 activations alone;
     ``activations`` widens any other e4m3 weight so, too. "bf16 identity" must give every weight as
