@@ -9,7 +9,9 @@ from dataclasses import replace
 import pytest
 
 from sp24cli.bench.ladder import LadderResult
+from sp24cli.bench.ladderview import markdown as ladder
 from sp24cli.bench.reading import read_any, read_result
+from sp24cli.bench.report import markdown
 from sp24cli.bench.result import WgmmaCeiling
 from sp24cli.errors import BadInputError
 from tests.cpu.benchresult import two_cases
@@ -43,6 +45,15 @@ def test_the_results_of_the_samples_are_read(path):
     assert found.rows if isinstance(found, LadderResult) else found.cases
     assert not found.failures
     assert found.environment.gpu.startswith("NVIDIA ")
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "samples/results").glob("*.json")), ids=lambda p: p.name
+)
+def test_the_tables_of_the_samples_are_those_of_their_results(path):
+    found = read_any(str(path))
+    text = ladder(found) if isinstance(found, LadderResult) else markdown(found)
+    assert path.with_suffix(".md").read_text(encoding="utf-8") == text
 
 
 def test_there_are_results_to_read():
