@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-#: Endings that `picture` can draw.
-PICTURES = ("svg", "png")
-
 _FIGURES = ("burst", "sustained")
 #: Two colours of one lightness are told apart by hue alone: these differ in both, also in grey
 #: and for eyes that see no red (Okabe and Ito).

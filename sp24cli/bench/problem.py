@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any
 
 import ml_dtypes
@@ -206,8 +207,12 @@ def _split(where: str) -> tuple[Path, str | None]:
 
 def _load_npy(path: Path) -> Array:
     try:
-        loaded: Array = np.load(path, allow_pickle=False)
-    except (OSError, ValueError) as error:
+        with path.open("rb") as file:
+            # Not np.load: that also takes archives of arrays.
+            loaded: Array = np.lib.format.read_array(file, allow_pickle=False)
+    except OSError as error:
+        raise BadInputError(f"{path}: {error.strerror}") from None
+    except (ValueError, SyntaxError, TokenError) as error:
         raise BadInputError(f"{path}: {error}") from None
     return loaded
 

@@ -181,6 +181,20 @@ class TestActivations:
         save_file({"x": np.ones((2, 4), np.float16)}, tmp_path / "x.safetensors")
         assert load_activations(str(tmp_path / "x.safetensors")).shape == (2, 4)
 
+    @pytest.mark.parametrize("fault", ["empty", "archive", "header", "short"])
+    def test_a_damaged_npy_is_named(self, tmp_path, fault):
+        path = tmp_path / "x.npy"
+        np.save(path, np.ones((3, 4)))
+        whole = path.read_bytes()
+        damaged = {"header": whole[:40] + b" " * 200, "short": whole[:-1]}
+        path.write_bytes(damaged.get(fault, b""))
+        if fault == "archive":
+            with path.open("wb") as file:
+                np.savez(file, a=np.ones((3, 4)))
+        with pytest.raises(BadInputError, match=r"x\.npy: ") as caught:
+            load_activations(str(path))
+        assert "\n" not in str(caught.value)
+
     def test_npy(self, tmp_path):
         np.save(tmp_path / "x.npy", np.ones((3, 4)))
         assert load_activations(str(tmp_path / "x.npy")).shape == (3, 4)
