@@ -40,7 +40,8 @@ def quantize_tokens(
     Raises:
         Sp24Error: a shape, type or stride that does not fit, by name.
     """
-    b = view(x, "x", stream)
+    device.make_current()  # another's may be, where there are several GPUs
+    b = view(x, "x", stream, device.ordinal)
     optype = operand_type(type_name)
     source = _SOURCES.get(b.dtype.name, "")
     loaded = manifest.load()
@@ -55,7 +56,7 @@ def quantize_tokens(
     ldx = b.strides[0] if n > 1 else k
     if (k > 1 and b.strides[1] != 1) or ldx < k:
         raise Sp24Error("x is not contiguous along K, or its rows overlap")
-    factors = 0 if smooth is None else vector(smooth, "smooth", (k,), stream).ptr
+    factors = 0 if smooth is None else vector(smooth, "smooth", (k,), stream, device.ordinal).ptr
     codes = DeviceArray(device, (n, k), optype.dtype)
     scale = DeviceArray(device, (n,), np.float32)
     if n:

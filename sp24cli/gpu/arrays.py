@@ -83,21 +83,24 @@ class View:
         return all(n == 1 or s == t for n, s, t in zip(self.shape, self.strides, want, strict=True))
 
 
-def view(array: Any, what: str, stream: int) -> View:
+def view(array: Any, what: str, stream: int, ordinal: int | None = None) -> View:
     """A device array by DLPack or the CUDA array interface; ``what`` names it in errors.
 
     DLPack producers order their work before ``stream``; with the array interface that is the
-    caller's part, as everywhere.
+    caller's part, as everywhere. ``ordinal`` is the number of the GPU that it must be on, as far as
+    it tells (the array interface does not).
 
     Raises:
-        Sp24Error: it is neither, is not on a GPU, or has a type that sp24 does not multiply.
+        Sp24Error: it is neither, is not on that GPU, or has a type that sp24 does not multiply.
     """
     if isinstance(array, DeviceArray):
+        _check_device(what, array.device.ordinal, ordinal)
         return array.view()
     if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
-        device_type, _ = array.__dlpack_device__()
+        device_type, number = array.__dlpack_device__()
         if int(device_type) != _CUDA:
             raise Sp24Error(f"{what} is not on a CUDA device")
+        _check_device(what, int(number), ordinal)
         # 1 names the legacy default stream in DLPack.
         capsule = array.__dlpack__(stream=stream or 1)
         tensor = ctypes.cast(
@@ -127,9 +130,16 @@ def view(array: Any, what: str, stream: int) -> View:
     return View(int(interface["data"][0]), shape, strides, dtype, array)
 
 
-def vector(array: Any, what: str, lengths: tuple[int, ...], stream: int) -> View:
+def _check_device(what: str, number: int, ordinal: int | None) -> None:
+    if ordinal is not None and number != ordinal:
+        raise Sp24Error(f"{what} is on CUDA device {number}, the product on {ordinal}")
+
+
+def vector(
+    array: Any, what: str, lengths: tuple[int, ...], stream: int, ordinal: int | None = None
+) -> View:
     """As `view`, of float32 in a row, as many as one of ``lengths`` says; `Sp24Error` otherwise."""
-    found = view(array, what, stream)
+    found = view(array, what, stream, ordinal)
     count = int(np.prod(found.shape))
     if found.dtype != np.float32 or count not in lengths:
         raise Sp24Error(

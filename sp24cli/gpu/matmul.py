@@ -434,7 +434,9 @@ def matmul(
         )
     m, k = weight.shape
     device, item = weight.device, weight.multiplied.itemsize
-    b = view(x, "x", stream)
+    device.make_current()  # another's may be, where there are several GPUs
+    on = device.ordinal
+    b = view(x, "x", stream, on)
     types = _types(weight, b.dtype, accumulate)
     if len(b.shape) != 2 or b.shape[1] != k:
         raise Sp24Error(f"x is {list(b.shape)}, the weight {[m, k]} needs [N, {k}]")
@@ -443,7 +445,7 @@ def matmul(
     ldx = b.strides[0] if n > 1 else k
     if (k > 1 and b.strides[1] != 1) or ldx < k:
         raise Sp24Error("x is not contiguous along K, or its rows overlap")
-    d = None if out is None else view(out, "out", stream)
+    d = None if out is None else view(out, "out", stream, on)
     if d is not None:
         named = [name for name, dtype in OUT_DTYPES.items() if dtype == d.dtype]
         if not named:
@@ -465,12 +467,12 @@ def matmul(
         raise Sp24Error(f"scale_k is {scale_k}, not a multiple of 64")
     if scale is not None:
         blocks = -(-k // scale_k)
-        by_block = blocks > 1 and view(scale, "scale", stream).shape == (n, blocks)
+        by_block = blocks > 1 and view(scale, "scale", stream, on).shape == (n, blocks)
         if by_block and weight.column_order is not None:
             raise Sp24Error("a permuted weight takes one scale of x, or one a row of it")
         scale_b_k = scale_k if by_block else 0
         if by_block:
-            scales = view(scale, "scale", stream)
+            scales = view(scale, "scale", stream, on)
             if scales.dtype != np.float32 or min(scales.strides) < 0:
                 raise Sp24Error(
                     f"scale is {scales.dtype} {list(scales.shape)} of strides "
@@ -478,8 +480,8 @@ def matmul(
                 )
             strides = (scales.strides[0], scales.strides[1])
         else:
-            scales = vector(scale, "scale", (1, n), stream)
-    biases = None if bias is None else vector(bias, "bias", (m,), stream)
+            scales = vector(scale, "scale", (1, n), stream, on)
+    biases = None if bias is None else vector(bias, "bias", (m,), stream, on)
     plan = weight.plan(
         n, out_dtype, order, kernel, accumulate=accumulate, scale_b_k=scale_b_k, types=types
     )

@@ -24,8 +24,9 @@ def array(shape: tuple[int, ...], dtype: str, strides: tuple[int, ...] | None = 
 
 #: All of a weight that is asked for before anything is launched.
 E4M3 = operand_type("e4m3")
+DEVICE = SimpleNamespace(ordinal=1, make_current=lambda: None)
 WEIGHT: Any = SimpleNamespace(
-    shape=(M, K), type=E4M3, multiplied=E4M3, widened=None, device=None, smooth=None
+    shape=(M, K), type=E4M3, multiplied=E4M3, widened=None, device=DEVICE, smooth=None
 )
 OUT = array((N, M), "f4")
 
@@ -71,6 +72,34 @@ def test_a_widened_weight_takes_activations_of_its_width(x: Any, fault: str) -> 
     weight: Any = SimpleNamespace(**vars(WEIGHT) | {"multiplied": f16, "widened": f16})
     with pytest.raises(Sp24Error, match=fault):
         matmul(weight, x, out=OUT)
+
+
+class Elsewhere:
+    """An array that tells its GPU by DLPack, and must not be asked for more."""
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 2, 0
+
+    def __dlpack__(self, **_: Any) -> object:
+        raise AssertionError("exported")
+
+
+@pytest.mark.parametrize("name", ["x", "out", "scale", "bias"])
+def test_an_array_on_another_gpu_is_named(name: str) -> None:
+    arrays: dict[str, Any] = {"x": array((N, K), "u1"), "out": OUT, name: Elsewhere()}
+    with pytest.raises(Sp24Error, match=f"{name} is on CUDA device 0, the product on 1"):
+        matmul(WEIGHT, **arrays)
+
+
+def test_a_product_runs_on_the_weights_gpu_whichever_is_current() -> None:
+    made: list[str] = []
+    device = SimpleNamespace(
+        ordinal=1, make_current=lambda: made.append("current"), alloc=lambda n: made.append("alloc")
+    )
+    weight: Any = SimpleNamespace(**vars(WEIGHT) | {"device": device})
+    with pytest.raises(AttributeError):  # a weight that plans nothing
+        matmul(weight, array((N, K), "u1"))
+    assert made == ["current", "alloc"]
 
 
 @pytest.mark.parametrize("smoothed", [False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,6 +55,7 @@ def test_rows_of_any_stride_are_quantized(device: Any, dtype: Any, pitch: int, l
     assert np.array_equal(codes.numpy().view(np.uint8), want.codes.view(np.uint8))
     assert np.array_equal(scale.numpy(), want.scale)
     assert device.launches == [f"tokens_e4m3_{'f16' if dtype == np.float16 else 'f32'}"]
+    assert device.threads == {threading.get_ident()}, "launched on whichever GPU is current"
 
 
 @pytest.mark.parametrize("type_name", ["e4m3", "e5m2", "s8"])
