@@ -56,7 +56,7 @@ _MULTICAST = (
 )
 _STAGES = (
     "More bytes in flight cover the latency of L2 and memory, and let the two CTAs of a cluster "
-    "drift apart. Shared memory is full with five: 210 KB."
+    "drift apart. Shared memory is full with five: {size}."
 )
 _PERSISTENT = (
     "The producer goes on to the next tile while consumers still store this one, and barriers are "
@@ -139,7 +139,7 @@ NOTES: dict[tuple[str, str], Note] = {
     ),
     ("e4m3", "block_image"): Note(_IMAGE.format(size="5 KB")),
     ("e4m3", "multicast"): Note(_MULTICAST),
-    ("e4m3", "five_stages"): Note(_STAGES),
+    ("e4m3", "five_stages"): Note(_STAGES.format(size="210 KB")),
     ("e4m3", "persistent"): Note(_PERSISTENT),
     ("e4m3", "tile_order"): Note(_TILE_ORDER),
     ("e4m3", "wide_stores"): Note(_WIDE),
@@ -208,7 +208,7 @@ NOTES: dict[tuple[str, str], Note] = {
     ("f16", "warp_release"): Note(_WARP_RELEASE + " Metadata shares the operands' barrier."),
     ("f16", "block_image"): Note(_IMAGE.format(size="4.5 KB")),
     ("f16", "multicast"): Note(_MULTICAST),
-    ("f16", "five_stages"): Note(_STAGES),
+    ("f16", "five_stages"): Note(_STAGES.format(size="205 KB")),
     ("f16", "persistent"): Note(_PERSISTENT),
     ("f16", "tile_order"): Note(_TILE_ORDER),
     ("f16", "wide_stores"): Note(_WIDE),

@@ -11,7 +11,8 @@ from sp24cli.peers.selfcheck import PeerCheck, check, libraries
 
 
 def main() -> int:
-    """Print one line a library and one a product; 1 if a product was wrong, 5 with no GPU."""
+    """Print one line a library and one a product; 1 if one was wrong or a library failed, 5
+    with no GPU."""
     loaded = []
     for library in libraries():
         if isinstance(library, str):
@@ -28,9 +29,13 @@ def main() -> int:
         return 5
     wrong = 0
     for library in loaded:
-        for result in check(device, library):
-            click.echo(_line(result))
-            wrong += result.error is not None and not result.passed
+        try:
+            for result in check(device, library):
+                click.echo(_line(result))
+                wrong += result.error is not None and not result.passed
+        except Sp24Error as error:
+            click.echo(f"{library.name}: {error}")
+            wrong += 1
     return 1 if wrong else 0
 
 

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from sp24cli.peers import __main__ as peers
 from sp24cli.peers import cublaslt, cusparselt, loading, selfcheck
 from sp24cli.peers.cublaslt import CublasLt
 from sp24cli.peers.cusparselt import CusparseLt
@@ -111,6 +112,19 @@ def test_absent_libraries_are_reasons_not_errors(monkeypatch, tmp_path):
         monkeypatch.setenv(name, str(tmp_path / "no.so"))
     found = selfcheck.libraries()
     assert [text.split(":")[0] for text in found] == ["cuBLASLt", "cuSPARSELt"]
+
+
+def test_a_library_that_does_not_open_is_one_line(monkeypatch, capsys):
+    found = SimpleNamespace(name="cuBLASLt", version="13.1.0", path="here")
+
+    def check(device, library):
+        raise PeerError("cublasLtCreate: the driver is too old")
+
+    monkeypatch.setattr(peers, "libraries", lambda: [found])
+    monkeypatch.setattr(peers, "check", check)
+    monkeypatch.setattr("sp24cli.gpu.device.Device.open", lambda: None)
+    assert peers.main() == 1
+    assert capsys.readouterr().out.endswith("\ncuBLASLt: cublasLtCreate: the driver is too old\n")
 
 
 def test_an_unknown_order_is_refused():
