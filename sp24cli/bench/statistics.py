@@ -90,14 +90,14 @@ class Rotation:
     past_l2: bool
 
 
-def rotation(input_bytes: int, l2_bytes: int, memory_bytes: int) -> Rotation:
+def rotation(input_bytes: int, output_bytes: int, l2_bytes: int, memory_bytes: int) -> Rotation:
     """Copies needed so that no input is still in L2 when its turn comes again.
 
-    ``input_bytes`` is what one product reads (packed A and B), ``memory_bytes`` what all copies
-    may take together.
+    ``input_bytes`` is what one product reads (packed A and B), ``output_bytes`` what it writes, of
+    which every copy has its own, ``memory_bytes`` what all of them may take together.
     """
     wanted = max(1, -(-L2_MULTIPLE * l2_bytes // max(1, input_bytes)))
-    room = max(1, memory_bytes // max(1, input_bytes))
+    room = max(1, memory_bytes // max(1, input_bytes + output_bytes))
     slots = min(wanted, MAX_SLOTS, room)
     return Rotation(slots, slots == wanted)
 

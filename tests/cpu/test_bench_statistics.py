@@ -54,19 +54,21 @@ def test_quantile_of_one_sample_is_that_sample():
     ],
 )
 def test_rotation_passes_the_l2(input_mb, slots, past):
-    turn = rotation(input_mb * MB, 60 * MB, 10**12)
+    turn = rotation(input_mb * MB, 0, 60 * MB, 10**12)
     assert (turn.slots, turn.past_l2) == (slots, past)
     assert not past or turn.slots * input_mb >= 5 * 60
 
 
 def test_rotation_stays_within_memory():
-    turn = rotation(100 * MB, 60 * MB, 250 * MB)
+    turn = rotation(100 * MB, 0, 60 * MB, 250 * MB)
     assert (turn.slots, turn.past_l2) == (2, False)
+    # Each copy has an output: a product of few columns writes far more than it reads.
+    assert rotation(MB, 2000 * MB, 60 * MB, 18000 * MB).slots == 8
 
 
 def test_rotation_of_nothing_still_runs():
-    assert rotation(0, 60 * MB, 10**9).slots == MAX_SLOTS
-    assert rotation(10**10, 60 * MB, 10**9).slots == 1
+    assert rotation(0, 0, 60 * MB, 10**9).slots == MAX_SLOTS
+    assert rotation(10**10, 0, 60 * MB, 10**9).slots == 1
 
 
 @pytest.mark.parametrize(
