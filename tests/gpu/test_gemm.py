@@ -237,9 +237,13 @@ def test_a_hundred_runs_give_the_same_bits(
 
 
 @EVERY_KERNEL
-def test_launches_that_overlap_change_no_bit(device: Device, entry: manifest.Entry) -> None:
-    """One launch starts while another ends: in a graph, two weights in turn, with a tile a CTA."""
-    n, k = entry.tile_n, 10 * entry.tile_k
+@pytest.mark.parametrize("missing", [0, 1])
+def test_launches_that_overlap_change_no_bit(
+    device: Device, entry: manifest.Entry, missing: int
+) -> None:
+    """One launch starts while another ends: in a graph, two weights in turn, with a tile a CTA,
+    whose columns are tokens but for those ``missing``."""
+    n, k = entry.tile_n - missing, 10 * entry.tile_k
     turns = []
     for m in (1100, 1036):
         problem = problems.normal(entry.type, m, n, k, weight_scale(entry))

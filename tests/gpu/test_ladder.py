@@ -127,7 +127,6 @@ def test_tensor_scales(device: Device, rung: RungEntry) -> None:
     scale_b = np.array([0.25], np.float32)
     d = run(device, rung, problem, scale_b)
     assert_same_bits(device, rung, problem, d, scale_b, None)
-    assert np.allclose(d.T.astype(np.float64), problem.exact * 0.25, rtol=0.05, atol=1e-2)
 
 
 @EVERY_RUNG
