@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -13,6 +14,7 @@ from sp24cli.gpu.device import Device
 from sp24cli.gpu.matmul import OUT_DTYPES, SparseWeight, poison
 from sp24cli.gpu.select import needs_widening, outputs
 from sp24cli.kernels.manifest import Entry, load
+from sp24cli.ops.stream import bands
 from sp24cli.optypes import OPERANDS, Operands, OperandType
 from sp24cli.packed import PackedMatrix
 from sp24cli.pruning import permute
@@ -131,22 +133,47 @@ def multiply(
 
 def _identity(device: Device, weight: SparseWeight, packed: PackedMatrix) -> Check:
     columns = packed.shape[1]
-    if weight.weight_scales == "none":
-        want = packed.original_order(packed.dequantize(np.float32))
-    else:
-        want = packed.original_order(_operand(weight, packed)).astype(np.float32)
-    # An infinite weight times the zeros of all other columns is NaN.
-    infinite = ~np.isfinite(want)
-    want[infinite.sum(axis=1, keepdims=True) > infinite] = np.nan
-    comparison = Comparison(f"{weight.widened.name} identity" if weight.widened else "identity")
-    got = np.empty_like(want)
+    got = np.empty(packed.shape, np.float32)
     for start in range(0, columns, _IDENTITY):
         stop = min(start + _IDENTITY, columns)
         x = np.zeros((stop - start, columns), weight.multiplied.dtype)
         x[np.arange(stop - start), np.arange(start, stop)] = 1
         got[:, start:stop] = multiply(device, weight, x, "f32", "mn")
-    comparison.add(got, want, 0.0)
+    comparison = Comparison(f"{weight.widened.name} identity" if weight.widened else "identity")
+    for rows, band in _bands(packed):
+        if weight.weight_scales == "none":
+            want = band.original_order(band.dequantize(np.float32))
+        else:
+            want = band.original_order(_operand(weight, band)).astype(np.float32)
+        # An infinite weight times the zeros of all other columns is NaN.
+        infinite = ~np.isfinite(want)
+        want[infinite.sum(axis=1, keepdims=True) > infinite] = np.nan
+        comparison.add(got[rows], want, 0.0, first_row=rows.start)
     return comparison.check()
+
+
+def _bands(packed: PackedMatrix) -> Iterator[tuple[slice, PackedMatrix]]:
+    """The rows of a matrix, some at a time: in float64 the whole would take much memory."""
+    for start, stop in bands(*packed.shape, multiple=packed.row_step):
+        rows = slice(start, stop)
+        yield rows, packed.rows(rows)
+
+
+def _exact(
+    packed: PackedMatrix, operand: Callable[[PackedMatrix], Array], b: Array
+) -> tuple[Array, Array] | None:
+    """The product of ``operand`` of ``packed``, float64 [M, K], and ``b`` [N, K], and the norm of
+    each sum's products: float64 [M, N]. None if an operand is not finite."""
+    sums = np.empty((packed.shape[0], len(b)))
+    norms = np.empty_like(sums)
+    squares = np.square(b).T
+    for rows, band in _bands(packed):
+        a = operand(band)
+        if not np.isfinite(a).all():
+            return None
+        sums[rows] = a @ b.T
+        np.sqrt(np.square(a, out=a) @ squares, out=norms[rows])
+    return sums, norms
 
 
 def _operand(weight: SparseWeight, packed: PackedMatrix) -> Array:
@@ -166,14 +193,13 @@ def _products(
     scale_b_k = SCALE_K if weight.block is not None else 0
     columns = max(1, -(-k // scale_b_k)) if scale_b_k else 1
     scale_b = random.uniform(0.5, 2.0, (TOKENS, columns)).astype(np.float32)
-    a = _operand(weight, packed)
-    if not np.isfinite(a).all():
-        return []  # the type does not hold this weight: the identity has shown where
     # Columns as they are stored, for so the scales of the activations count them.
     stored = widen(x if packed.perm is None else permute.apply(x, packed.perm)).astype(np.float64)
     b = stored * np.repeat(scale_b, scale_b_k or max(1, k), axis=1)[:, :k]
-    want = a @ b.T
-    norms = np.sqrt((a * a) @ (b * b).T)
+    found = _exact(packed, lambda band: _operand(weight, band), b)
+    if found is None:
+        return []  # the type does not hold this weight: the identity has shown where
+    want, norms = found
     size = float(np.sqrt(np.mean(want * want))) if want.size else 0.0
     bias = (size * random.standard_normal(m)).astype(np.float32)
     want += bias[:, None].astype(np.float64)
@@ -185,7 +211,9 @@ def _products(
             continue  # nor would its sums: ten norms are far beyond what they come to on the way
         exact = want
         if out == "s32":  # the sums of the codes, without scales
-            exact = widen(packed.codes()).astype(np.float64) @ stored.T
+            found = _exact(packed, lambda band: widen(band.codes()).astype(np.float64), stored)
+            assert found is not None, "codes of s8 are finite"
+            exact = found[0]
         # Most kernels sum in one order and give the same bits, which need be compared but once.
         passed: list[tuple[int, Array, Check]] = []
         for entry in _kernels(weight, types, out, scale_b_k):
@@ -270,12 +298,14 @@ def _original(
         kernel=kernel.name,
         types=types,
     )
-    a = packed.original_order(packed.dequantize(np.float64))
     b = widen(codes).astype(np.float64) * scale[:, None]
-    norms = np.sqrt((a * a) @ (b * b).T)
-    want, off = divided.original_product(packed, m)
     product = Comparison(f"{ORIGINAL} by {types.b.name}")
-    product.add(d, want, element_bound(types, k, norms, "f32", a @ b.T, kernel.promote_k) + off)
+    for rows, band in _bands(packed):
+        a = band.original_order(band.dequantize(np.float64))
+        sums, norms = a @ b.T, np.sqrt(np.square(a) @ np.square(b).T)
+        want, off = divided.original_product(band, m)
+        bound = element_bound(types, k, norms, "f32", sums, kernel.promote_k) + off
+        product.add(d[rows], want, bound, first_row=rows.start)
     return [quantized.check(), product.check()]
 
 
