@@ -4,8 +4,9 @@
 
 Whole commands on a file of one bf16 weight (4096x8192 and 28672x8192 unless told otherwise), which
 lies in the page cache: read, converted, written, flushed to the disk. Best of five, turn and turn
-about; the files of both are compared byte for byte. `write` is the time in which as many bytes as
-quantize reads and writes go through that folder, copied and flushed: no device can be faster.
+about; the files of both are compared byte for byte. Beside each stands the time in which as many
+bytes as it reads and writes go through that folder, copied and flushed: no device can be faster.
+`--folder` in memory (/dev/shm) leaves the disk out.
 
 Then the kernels alone, on the whole weight in the GPU's memory, with the bytes that they move: the
 dense weight once (and, pruned, back), or values and metadata.
@@ -76,20 +77,24 @@ def whole_files(folder: Path, m: int, k: int, engine: Converter, workers: int) -
             **packing,  # type: ignore[arg-type]
         )
 
-    def write() -> None:
-        with source.open("rb") as read, out.open("wb") as written:
-            # Half of what was read is as much as values and metadata take, and a little less.
-            while part := read.read(1 << 24):
-                written.write(part[: len(part) // 2])
-            written.flush()
-            os.fsync(written.fileno())
+    def copy(share: int) -> Callable[[], object]:
+        def write() -> None:
+            with source.open("rb") as read, out.open("wb") as written:
+                while part := read.read(1 << 24):
+                    written.write(part[: len(part) // share])
+                written.flush()
+                os.fsync(written.fileno())
+
+        return write
 
     work = {
         "prune, CPU": prune(None),
         "prune, GPU": prune(engine),
+        "read, write all, flush": copy(1),
         "prune and quantize by row, CPU": quantize(None),
         "prune and quantize by row, GPU": quantize(engine),
-        "read, write half, flush": write,
+        # As much as values and metadata take, and a little less.
+        "read, write half, flush": copy(2),
     }
     best = dict.fromkeys(work, float("inf"))
     files: dict[str, bytes] = {}
