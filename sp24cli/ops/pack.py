@@ -51,12 +51,16 @@ class Arrangement:
         dense: Array,
         *,
         prune: bool,
-        pattern: Pattern = TWO_OF_FOUR,
     ) -> Array:
-        """``dense``, the rows of the file's tensor from ``start`` on, as they are packed."""
+        """``dense``, the rows of the file's tensor from ``start`` on, as they are packed in a type
+        that has a scale."""
         dense = self.columns(dense)
         if prune:
-            dense = self.prune(start, dense, pattern)
+            dense = self.prune(start, dense, TWO_OF_FOUR)
+        return self.smoothed(file, name, start, dense)
+
+    def smoothed(self, file: SafetensorsFile, name: str, start: int, dense: Array) -> Array:
+        """`rows` that are pruned already."""
         if self.smooth is None:
             return dense
         smooth = self.smooth if self.order is None else self.smooth[self.order]
@@ -75,7 +79,8 @@ class Band:
     """Rows [start, stop) of a packed tensor.
 
     ``stats`` are those of the bands of `ops.stream` that they consist of, ``energies`` the sums of
-    squares of these before they were pruned here, none when they were not.
+    squares of these before they were pruned here, none when they were not. ``kept_energies`` are
+    those of what pruning left, where smoothing has changed it before the ``stats`` were taken.
     """
 
     start: int
@@ -83,6 +88,7 @@ class Band:
     packed: PackedMatrix
     stats: tuple[QuantStats, ...]
     energies: tuple[float, ...]
+    kept_energies: tuple[float, ...] = ()
 
 
 def tensor_scale(
@@ -251,8 +257,12 @@ def pack_band(
     # Named here, by its own column, what permuting would move and other methods could prune.
     if arrange is not None and (place := find_nonfinite(dense)) is not None:
         raise not_finite(tensor_label(file, name), dense, start, place)
-    pattern = pattern_of(info.optype)
-    dense = (arrange or _PLAIN).rows(file, name, start, dense, prune=prune, pattern=pattern)
+    how = arrange or _PLAIN
+    dense = how.columns(dense)
+    if prune:
+        dense = how.prune(start, dense, pattern_of(info.optype))
+    kept_energies = (fold(patch_energies(dense)),) if prune and how.smooth is not None else ()
+    dense = how.smoothed(file, name, start, dense)
     find_scales = scale is None and info.calibration == AMAX and info.scale.kind == "vector"
     if scale is None and info.calibration != AMAX:
         kept = _kept(file, name, start, dense)
@@ -270,7 +280,7 @@ def pack_band(
     except BadInputError as fault:
         raise BadInputError(f"{tensor_label(file, name)}: {fault}") from fault
     file.drop_cache(name, rows)
-    return Band(start, stop, into, (stats,), energies)
+    return Band(start, stop, into, (stats,), energies, kept_energies)
 
 
 _PLAIN = Arrangement()

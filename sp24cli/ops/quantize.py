@@ -281,6 +281,7 @@ def _quantize_tensor(
     stats: list[QuantStats] = []
     spread = Spread(histogram=histograms)
     totals: list[float] = []
+    left: list[float] = []
     for band in packing:
         parts = {part: getattr(band.packed, part) for part in band.packed.info.parts()}
         if scale is not None:
@@ -291,7 +292,9 @@ def _quantize_tensor(
         stats += band.stats
         spread.add(band.packed)
         totals += band.energies
+        left += band.kept_energies
     merged = QuantStats.merge(stats)
+    kept_energy = merged.signal_energy if info.smooth is None else math.fsum(left)
     return QuantizedTensor(
         name=name,
         source_dtype=entry.dtype,
@@ -302,7 +305,7 @@ def _quantize_tensor(
         kept=merged.kept,
         clipped=merged.clipped,
         underflowed=merged.underflowed,
-        kept_energy=share(merged.signal_energy, math.fsum(totals)) if prune else None,
+        kept_energy=share(kept_energy, math.fsum(totals)) if prune else None,
         scale_min=spread.scale_min,
         scale_max=spread.scale_max,
         histogram=spread.histogram,

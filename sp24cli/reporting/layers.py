@@ -33,7 +33,8 @@ class Layer:
     """One weight.
 
     ``error`` is the size of the change against the original, ||new - old|| / ||old||, of what
-    was done here: pruning, rounding, or both (not what sparsegpt adds to the kept values).
+    was done here: pruning, rounding, or both (not what sparsegpt adds to the kept values; of
+    smoothed columns, rounding as it is before they are divided again).
     Shares are of 1; what was not measured or does not exist is None. ``output_error`` is the
     share of the outputs' energy that a calibrated method expects to be lost. ``doubts`` says in
     words what stands out.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,6 +33,7 @@ from sp24cli.ops.choose import Choice
 from sp24cli.ops.convert import convert_file
 from sp24cli.optypes import OPERAND_TYPES, OperandType
 from sp24cli.packed import PackInfo
+from sp24cli.reporting import summarize
 from sp24cli.scaling import ScaleSpec, make_scales, scale_values
 from sp24cli.scaling import amax as amax_of
 from sp24cli.smoothing import factors
@@ -221,6 +223,23 @@ def naive_smooth(weight: Array, amax: Array, alpha: float) -> tuple[Array, Array
     of_columns = np.abs(weight.astype(np.float64)).max(axis=0)
     by = factors(amax.astype(np.float64), of_columns, alpha)
     return by, (weight.astype(np.float32) * by).astype(np.float32)
+
+
+@every_kind
+@pytest.mark.parametrize("permute", [False, True])
+def test_kept_energy_is_that_of_the_weight_before_smoothing(
+    model: Path, kind: str, permute: bool
+) -> None:
+    choice = Choice(permute=permute)
+    plain = prune_file(model, None, choice=choice)
+    report = quantize(model, None, kind, smooth(model), choice=choice)
+    assert [t.kept_energy for t in report.tensors] == pytest.approx(
+        [t.kept_energy for t in plain.tensors]
+    )
+    for layer in summarize(report).layers:
+        assert layer.kept_energy is not None
+        # Rounding adds a little to what pruning takes.
+        assert layer.error == pytest.approx(math.sqrt(1 - layer.kept_energy), rel=0.05)
 
 
 @every_kind
