@@ -75,7 +75,7 @@ def percent(share: float) -> str:
 
 
 def decibel(value: float) -> str:
-    return "exact" if math.isinf(value) else f"{value:.1f}"
+    return "exact" if value == math.inf else f"{value:.1f}"
 
 
 def skipped(tensors: Sequence[Skipped]) -> None:

@@ -99,13 +99,12 @@ def _body(summary: Summary) -> Iterator[str]:
 
 def _charts(layers: Sequence[Layer]) -> Iterator[str]:
     yield '<div class="charts">'
-    yield _distribution([100 * x.error for x in layers], "%", "change of the layers")
+    change = [100 * x.error for x in layers]
+    yield from _distribution(change, "%", "change of the layers")
     kept = [100 * x.kept_energy for x in layers if x.kept_energy is not None]
-    if kept:
-        yield _distribution(kept, "%", "energy that pruning kept in the layers")
-    noise = [x.snr_db for x in layers if x.snr_db is not None and math.isfinite(x.snr_db)]
-    if noise:
-        yield _distribution(noise, "dB", "signal to noise of the layers")
+    yield from _distribution(kept, "%", "energy that pruning kept in the layers")
+    noise = [x.snr_db for x in layers if x.snr_db is not None]
+    yield from _distribution(noise, "dB", "signal to noise of the layers")
     histograms = [x.histogram for x in layers if x.histogram]
     total = [sum(counts) for counts in zip(*histograms, strict=True)]
     if total:
@@ -114,14 +113,18 @@ def _charts(layers: Sequence[Layer]) -> Iterator[str]:
     yield "</div>"
 
 
-def _distribution(values: Sequence[float], unit: str, caption: str) -> str:
+def _distribution(values: Sequence[float], unit: str, caption: str) -> Iterator[str]:
+    """The chart of the finite ``values``, if there are any."""
+    values = [value for value in values if math.isfinite(value)]
+    if not values:
+        return
     low, high = min(values), max(values)
     counts = [0] * (_BINS if high > low else 1)
     for value in values:
         place = int((value - low) / (high - low) * len(counts)) if high > low else 0
         counts[min(place, len(counts) - 1)] += 1
     labels = (f"{low:.1f} {unit}", f"{high:.1f} {unit}" if high > low else "")
-    return _figure(counts, labels, caption)
+    yield _figure(counts, labels, caption)
 
 
 def _figure(counts: Sequence[int], labels: tuple[str, str], caption: str) -> str:

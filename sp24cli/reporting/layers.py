@@ -34,7 +34,8 @@ class Layer:
 
     ``error`` is the size of the change against the original, ||new - old|| / ||old||, of what
     was done here: pruning, rounding, or both (not what sparsegpt adds to the kept values; of
-    smoothed columns, rounding as it is before they are divided again).
+    smoothed columns, rounding as it is before they are divided again). It is infinite where a
+    code is, NaN where the weight's own sum of squares is past float64.
     Shares are of 1; what was not measured or does not exist is None. ``output_error`` is the
     share of the outputs' energy that a calibrated method expects to be lost. ``doubts`` says in
     words what stands out.
@@ -58,7 +59,8 @@ class Layer:
     @property
     def loss(self) -> float:
         """What layers are ordered by: the change of the outputs where it is known."""
-        return self.error if self.output_error is None else math.sqrt(max(0.0, self.output_error))
+        loss = self.error if self.output_error is None else _root(self.output_error)
+        return math.inf if math.isnan(loss) else loss
 
     @property
     def underflow(self) -> float | None:
@@ -96,7 +98,9 @@ class Summary:
         if not self.layers:
             return "No weight was changed."
         many = len(self.layers)
-        worst = f"the largest change of a weight is {100 * max(x.error for x in self.layers):.1f} %"
+        errors = [layer.error for layer in self.layers]
+        largest = f"{100 * max(errors):.1f} %" if all(map(math.isfinite, errors)) else "not finite"
+        worst = f"the largest change of a weight is {largest}"
         if not self.doubtful:
             return f"Nothing stands out in {_count(many, 'layer')}; {worst}."
         return f"{len(self.doubtful)} of {_count(many, 'layer')} stand out; {worst}."
@@ -114,7 +118,7 @@ def summarize(report: PruneReport | QuantizeReport) -> Summary:
                 name=t.name,
                 dtype=t.dtype,
                 shape=t.shape,
-                error=math.sqrt(max(0.0, 1 - t.kept_energy)),
+                error=_root(1 - t.kept_energy),
                 kept_energy=t.kept_energy,
                 output_error=t.weighted_error,
                 snr_db=None,
@@ -158,7 +162,7 @@ def _quantized(t: QuantizedTensor) -> Layer:
         name=t.name,
         dtype=t.source_dtype,
         shape=t.shape,
-        error=math.sqrt(max(0.0, 1 - kept + kept * lost)),
+        error=_root(1 - kept + kept * lost),
         kept_energy=t.kept_energy,
         output_error=None,
         snr_db=t.snr_db,
@@ -174,7 +178,8 @@ def _quantized(t: QuantizedTensor) -> Layer:
 def _judged(layers: Sequence[Layer], e5m2: bool) -> list[Layer]:
     """``layers`` with their doubts, those in doubt first, then by what they lose."""
     low_snr = LOW_SNR_DB_E5M2 if e5m2 else LOW_SNR_DB
-    usual = median(layer.error for layer in layers) if layers else 0.0
+    finite = [layer.error for layer in layers if math.isfinite(layer.error)]
+    usual = median(finite) if finite else 0.0
     judged = [
         Layer(**{**vars(layer), "doubts": _doubts(layer, usual, low_snr)}) for layer in layers
     ]
@@ -193,9 +198,16 @@ def _doubts(layer: Layer, usual: float, low_snr: float) -> tuple[str, ...]:
         doubts.append(f"{100 * layer.underflow:.1f} % of the kept values became zero")
     if layer.subnormal is not None and layer.subnormal > HIGH_SUBNORMAL:
         doubts.append(f"{100 * layer.subnormal:.0f} % of the kept values have lost bits")
-    if usual and layer.error > HIGH_ERROR_RATIO * usual:
+    if not math.isfinite(layer.error):
+        doubts.append("its change is not finite")
+    elif usual and layer.error > HIGH_ERROR_RATIO * usual:
         doubts.append(f"changed {layer.error / usual:.1f} times as much as the median layer")
     return tuple(doubts)
+
+
+def _root(share: float) -> float:
+    """The root of a share of energy, which rounding can take below zero; NaN stays."""
+    return math.sqrt(max(share, 0.0))
 
 
 def _count(number: int, thing: str) -> str:

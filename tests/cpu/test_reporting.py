@@ -158,6 +158,31 @@ def test_clipping_and_noise_are_doubted(tmp_path: Path) -> None:
     assert layer.doubts[:2] == ("SNR below 28 dB", "1 value clipped")
 
 
+@pytest.mark.parametrize(
+    ("peak", "options"),
+    [(1e30, ["--type", "f16", "--overflow", "nan"]), (1e200, ["--scale", "vector"])],
+    ids=["code", "energy"],
+)
+@pytest.mark.parametrize("suffix", [".html", ".md", ".json"])
+def test_what_is_not_finite_is_reported(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    peak: float,
+    options: list[str],
+    suffix: str,
+) -> None:
+    weight = normal(1, (64, 64)).astype(np.float64)
+    source = save(tmp_path / "in", {"a.weight": weight * peak, "b.weight": weight})
+    page = tmp_path / f"report{suffix}"
+    arguments = ["--prune", "--dry-run", "--report", str(page), *options]
+    assert run(["quantize", str(source), *arguments]) == 0
+    assert "exact" not in capsys.readouterr().out
+    text = page.read_text()
+    assert text.index("a.weight") < text.index("b.weight")
+    assert "1 of 2 layers stand out; the largest change of a weight is not finite." in text
+    assert "its change is not finite" in text
+
+
 @pytest.mark.parametrize("name", list(OPERAND_TYPES))
 def test_a_usual_layer_is_not_doubted_in_any_type(tmp_path: Path, name: str) -> None:
     source = save(tmp_path / "in", {"a.weight": normal(1, (64, 256))})
