@@ -296,8 +296,9 @@ def _least_error(
             _take_better((best, error), (scale, found))
         # What clipping costs the largest value alone bounds the errors of all smaller scales.
         clipped = np.maximum(largest - optype.max_finite * scales[-1].astype(np.float64), 0)
-        if (np.square(clipped) >= error).all():
-            break
+        with np.errstate(over="ignore"):
+            if (np.square(clipped) >= error).all():
+                break
     if spec.kind != "mx":
         ((_, wc, cc),) = score([best], True)
         for _ in range(REFINEMENTS):

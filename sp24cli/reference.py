@@ -114,9 +114,10 @@ def s32_bound(d: Array, sizes: Array, terms: int) -> Array:
     """The same for integers that were summed exactly, converted to float32 and scaled.
 
     ``d`` is the reference [M, N]: only the roundings of the result remain, and those of the
-    reference's own sum.
+    reference's own sum. Near the end of float32 anything is allowed, as for `f32_bound`.
     """
     result = _ROUNDINGS + 1
     gamma = result * _U32 / (1 - result * _U32)
     n = terms + _ROUNDINGS
-    return gamma * np.abs(d) + n * _U64 / (1 - n * _U64) * sizes + result * _TINY
+    bound = gamma * np.abs(d) + n * _U64 / (1 - n * _U64) * sizes + result * _TINY
+    return np.where(np.abs(d) > _F32_MAX / 2, np.inf, bound)

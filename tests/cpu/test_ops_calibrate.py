@@ -226,6 +226,19 @@ def naive_smooth(weight: Array, amax: Array, alpha: float) -> tuple[Array, Array
 
 
 @every_kind
+@pytest.mark.parametrize("name", ["e4m3", "s8"])
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_what_is_beyond_float32_saturates_and_is_proved(
+    tmp_path: Path, kind: str, name: str, rule: ScaleRule
+) -> None:
+    weight = normal(1, (64, 64)).astype(np.float64) * 1e200
+    source = save(tmp_path / "in", {"a.weight": weight})
+    quantize(source, tmp_path / "packed", kind, Calibration(rule), optype=OPERAND_TYPES[name])
+    report = verify_file(tmp_path / "packed", source, device="cpu")
+    assert report.passed, report.failure
+
+
+@every_kind
 @pytest.mark.parametrize("permute", [False, True])
 def test_kept_energy_is_that_of_the_weight_before_smoothing(
     model: Path, kind: str, permute: bool

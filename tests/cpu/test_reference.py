@@ -111,6 +111,8 @@ def test_subnormal_products_stay_within_the_bound() -> None:
 def test_past_the_end_of_float32_anything_is_allowed() -> None:
     assert f32_bound(np.array([[3e38]]), 2)[0, 0] == np.inf
     assert f32_bound(np.array([[1e38]]), 2)[0, 0] < 1e38
+    assert s32_bound(np.array([[-3e38]]), np.array([[3e38]]), 2)[0, 0] == np.inf
+    assert s32_bound(np.array([[-1e38]]), np.array([[3e38]]), 2)[0, 0] < 1e38
 
 
 def test_integers_differ_by_the_roundings_of_the_result_alone() -> None:
