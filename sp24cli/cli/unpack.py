@@ -24,7 +24,8 @@ from sp24cli.ops import unpack_checkpoint
 @click.option(
     "--dtype",
     type=click.Choice(["bf16", "f16", "f32"]),
-    help="Dtype of the dense weights (default: that of the original; f32 for one of f64).",
+    help="Dtype of the dense weights (default: that of the original; f32 for one of f64, bf16 "
+    "where a file of another tool does not say).",
 )
 @click.option(
     "--codes",
@@ -77,3 +78,9 @@ def unpack(
     console.out()
     console.out(f"unpacked {len(report.tensors)} tensors, copied {report.copied} as they are")
     console.wrote(report.output, report.output_bytes)
+    if report.without_scale:
+        count, first = len(report.without_scale), report.without_scale[0]
+        console.log(
+            f"sp24: note: {count} FP8 weights without a scale were left as they are, as {first}",
+            quiet=quiet,
+        )

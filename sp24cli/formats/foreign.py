@@ -163,7 +163,7 @@ class ForeignFile(PackedWeights):
             self._read_fp8()
         taken = {part for name in self.packed for part in self.parts(name)}
         if siblings is not None:
-            taken.update(scales_of_siblings(file, siblings, _holds))
+            taken.update(scales_of_siblings(file, siblings, holds_packed))
         self.others = tuple(e for e in file.header.entries if e.name not in taken)
 
     def scale(self, name: str) -> Array | None:
@@ -336,7 +336,7 @@ class ForeignFile(PackedWeights):
         return stem if stem in self._origins else stem + WEIGHT_SUFFIX
 
 
-def _holds(file: SafetensorsFile, name: str) -> bool:
+def holds_packed(file: SafetensorsFile, name: str) -> bool:
     """Whether a file has the packed weight ``name``, in whichever format."""
     known = file.header.by_name
     mask = known.get(bitmask.part_name(name, bitmask.PARTS[-1]))

@@ -148,11 +148,16 @@ def _add_siblings(source: Path, options: dict[str, Any]) -> None:
         options["siblings"] = shard_paths(source)
 
 
-def _dense_config(config: dict[str, Any], report: Any) -> dict[str, Any]:
+def _dense_config(
+    config: dict[str, Any], report: PruneReport | QuantizeReport | UnpackReport
+) -> dict[str, Any]:
     """The config of a checkpoint whose quantized weights have become dense, but for those that
     were left alone, of which it must go on to speak."""
-    left = (skipped.dtype for skipped in getattr(report, "skipped", ()))
-    if any(dtype in FP8_DTYPES for dtype in left):
+    if isinstance(report, UnpackReport):
+        left = bool(report.without_scale)
+    else:
+        left = any(skipped.dtype in FP8_DTYPES for skipped in report.skipped)
+    if left:
         return config
     return {key: value for key, value in config.items() if key != CONFIG_KEY}
 

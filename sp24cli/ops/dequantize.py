@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sp24cli.bits import Array
-from sp24cli.checkpoint.header import DTYPES, label
+from sp24cli.checkpoint.header import DTYPES, TensorEntry, label
 from sp24cli.checkpoint.packedfile import is_packed, user_metadata
 from sp24cli.checkpoint.reader import SafetensorsFile
 from sp24cli.errors import BadInputError
 from sp24cli.formats.dequantized import DequantizedFile, open_wanted, shard_paths
-from sp24cli.formats.foreign import ForeignFile, has_bitmasks
-from sp24cli.formats.scales import is_fp8_weight
+from sp24cli.formats.foreign import ForeignFile, has_bitmasks, holds_packed
+from sp24cli.formats.origin import origins
+from sp24cli.formats.scales import Siblings, is_fp8_weight, scales_of_siblings
 from sp24cli.ops.plan import copy_tensor, open_sink
 from sp24cli.ops.report import scale_text
 from sp24cli.ops.stream import Meter, Progress, bands, default_workers, map_bands
@@ -51,9 +52,10 @@ def dequantize_file(
 ) -> UnpackReport:
     """Write ``source`` to ``output`` with its bitmask or scaled FP8 weights dense.
 
-    A value is code * scale rounded once to ``dtype`` ("bf16", "f16", "f32"; None: bf16, or the
-    dtype of unscaled values). FP8 need not be 2:4. The scales go, all else stays as it is.
-    ``siblings`` are the files of a checkpoint, where scales may lie.
+    A value is code * scale rounded once to ``dtype`` ("bf16", "f16", "f32"; None: that of the
+    original where the file says it, else bf16, or the dtype of unscaled values). FP8 need not be
+    2:4; without a scale it is left alone. The scales go, all else stays as it is. ``siblings`` are
+    the files of a checkpoint, where scales may lie.
 
     Raises:
         BadInputError: a malformed file, or a weight whose parts do not fit each other.
@@ -62,18 +64,24 @@ def dequantize_file(
     workers = workers or default_workers()
     with ExitStack() as stack:
         file = stack.enter_context(SafetensorsFile(source))
-        shown: SafetensorsFile = file
+        beside = stack.enter_context(Siblings(source, siblings))
+        found: list[_Weight] = []
         if has_bitmasks(file):
-            found = list(_bitmasks(ForeignFile(file), dtype))
-        else:
-            target = _target(dtype, "BF16")
-            shown = stack.enter_context(
-                open_wanted(source, lambda entry: target, siblings, strict=False)
-            )
-            found = list(_fp8_weights(shown))
+            found += _bitmasks(ForeignFile(file, beside), dtype)
+        taken = {part for weight in found for part in weight.parts}
+        taken.update(scales_of_siblings(file, beside, holds_packed))
+        known = origins(file)
+
+        def wanted(entry: TensorEntry) -> str | None:
+            if entry.name in taken:
+                return None
+            return _target(dtype, known[entry.name].source_dtype if entry.name in known else "BF16")
+
+        shown = stack.enter_context(open_wanted(source, wanted, siblings, strict=False))
+        found += _fp8_weights(shown)
         if not found and not siblings:
             raise BadInputError(f"{label(source)}: has no weight to be dequantized")
-        taken = {part for weight in found for part in weight.parts}
+        taken.update(weight.report.name for weight in found)
         others = [entry for entry in shown.header.entries if entry.name not in taken]
         entries = [entry.spec for entry in others]
         entries += [(w.report.name, w.report.dtype, w.report.shape) for w in found]
@@ -95,6 +103,7 @@ def dequantize_file(
             output=str(output),
             tensors=tuple(weight.report for weight in found),
             copied=len(others),
+            without_scale=tuple(entry.name for entry in others if is_fp8_weight(entry)),
             output_bytes=sink.header.file_bytes,
         )
 

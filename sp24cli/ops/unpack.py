@@ -32,12 +32,14 @@ class UnpackedTensor:
 
 @dataclass(frozen=True)
 class UnpackReport:
-    """What `unpack_file` did; ``copied`` counts the tensors that were passed through."""
+    """What `unpack_file` did; ``copied`` counts the tensors that were passed through,
+    ``without_scale`` names those of them that are weights in FP8."""
 
     source: str
     output: str
     tensors: tuple[UnpackedTensor, ...]
     copied: int
+    without_scale: tuple[str, ...]
     output_bytes: int
 
     def to_json(self) -> dict[str, Any]:
@@ -120,6 +122,7 @@ def unpack_file(
             output=str(output),
             tensors=tuple(tensors),
             copied=len(packed.others),
+            without_scale=(),
             output_bytes=sink.header.file_bytes,
         )
 

@@ -168,7 +168,9 @@ def test_unpack_takes_fp8(fp8: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "is not a packed file" in error(capsys)
 
 
-def test_what_is_no_fp8_weight_with_a_scale_is_copied(tmp_path: Path) -> None:
+def test_what_is_no_fp8_weight_with_a_scale_is_copied(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A cache in FP8, FP8 without a scale: whoever wrote it knows what it means."""
     codes = normal(5, (8, 8)).astype(DTYPES["F8_E4M3"])
     tensors = {
@@ -180,6 +182,8 @@ def test_what_is_no_fp8_weight_with_a_scale_is_copied(tmp_path: Path) -> None:
     }
     source = save(tmp_path / "in", tensors)
     assert run(["unpack", str(source), "-o", str(tmp_path / "out")]) == 0
+    note = "sp24: note: 1 FP8 weights without a scale were left as they are, as b.weight\n"
+    assert capsys.readouterr().err == note
     after = load(tmp_path / "out")[0]
     assert set(after) == set(tensors) - {"a.weight_scale"}
     for name in ("b.weight", "c", "a.input_scale"):

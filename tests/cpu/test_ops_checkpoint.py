@@ -191,6 +191,19 @@ def test_the_quantization_of_before_comes_back(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "dense" / "config.json").read_text()) == config
 
 
+def test_the_config_goes_on_to_speak_of_fp8_without_a_scale(tmp_path: Path) -> None:
+    codes = normal(11, (32, 64), "F8_E4M3", deviation=30)
+    tensors = {"a.weight": codes, "a.weight_scale": np.ones(1, np.float32)}
+    config = {"quantization_config": {"quant_method": "fp8"}}
+    for name, more in (("whole", {}), ("half", {"b.weight": codes})):
+        model = write_checkpoint(tmp_path / name, [tensors | more], others=False)
+        (model / "config.json").write_text(json.dumps(config))
+        done = unpack_checkpoint(model, tmp_path / f"{name}-dense")
+        assert done.report.without_scale == tuple(more)
+        after = json.loads((tmp_path / f"{name}-dense" / "config.json").read_text())
+        assert after == (config if more else {})
+
+
 def test_a_config_that_is_no_json_stops_before_anything_is_written(
     model: Path, tmp_path: Path
 ) -> None:

@@ -14,7 +14,7 @@ from sp24cli.formats import bitmask
 from sp24cli.formats.foreign import BITMASK, FP8, SP24
 from sp24cli.metadata import EMPTY_NIBBLE, LEGAL_NIBBLES, encode
 from sp24cli.ops import quantize_file, stream, unpack_file
-from sp24cli.ops.checkpoint import convert_checkpoint
+from sp24cli.ops.checkpoint import convert_checkpoint, unpack_checkpoint
 from sp24cli.ops.convert import convert_file
 from sp24cli.ops.dequantize import dequantize_file
 from sp24cli.optypes import OPERAND_TYPES
@@ -258,6 +258,32 @@ def test_what_is_wrong_with_a_bitmask_is_said(
 
 
 @pytest.mark.parametrize("format", [BITMASK, FP8])
+def test_unpacking_gives_the_dtype_of_the_original(tmp_path: Path, format: str) -> None:
+    source = save(tmp_path / "in", {"a.weight": naive_prune(normal(1, (16, 64)))})
+    quantize_file(source, tmp_path / "packed", optype=OPERAND_TYPES["e4m3"], spec=SPECS["vector"])
+    convert_file(tmp_path / "packed", tmp_path / "theirs", format=format)
+    dequantize_file(tmp_path / "theirs", tmp_path / "dense")
+    unpack_file(tmp_path / "packed", tmp_path / "want")
+    want = load(tmp_path / "want")[0]["a.weight"]
+    assert want.dtype == np.float32
+    assert load(tmp_path / "dense")[0]["a.weight"].tobytes() == want.tobytes()
+
+
+def test_bitmasks_and_dense_fp8_of_one_file_are_unpacked(tmp_path: Path) -> None:
+    convert_file(pack(tmp_path), tmp_path / "bitmasks", format=BITMASK)
+    tensors, metadata = load(tmp_path / "bitmasks")
+    codes = normal(5, (8, 30), deviation=100).astype(DTYPES["F8_E4M3"])
+    tensors |= {"m.c.weight": codes, "m.c.weight_scale": np.array([0.5], np.float32)}
+    source = save(tmp_path / "mixed", tensors, metadata)
+    report = dequantize_file(source, tmp_path / "dense")
+    assert {t.name for t in report.tensors} == {"m.a.weight", "m.b.weight", "m.c.weight"}
+    dense = load(tmp_path / "dense")[0]
+    assert set(dense) == {*weights(), "m.c.weight"}
+    want = (codes.astype(np.float32) / 2).astype(DTYPES["BF16"])
+    assert dense["m.c.weight"].tobytes() == want.tobytes()
+
+
+@pytest.mark.parametrize("format", [BITMASK, FP8])
 def test_a_scale_in_another_shard_is_found(tmp_path: Path, format: str) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
@@ -277,6 +303,12 @@ def test_a_scale_in_another_shard_is_found(tmp_path: Path, format: str) -> None:
         assert first[key].tobytes() == want[key].tobytes()
     with pytest.raises(BadInputError, match="no weight that is packed"):
         convert_file(folder / names[1], None, format=SP24)
+    unpack_checkpoint(folder, tmp_path / "dense")
+    first, second = (load(tmp_path / "dense" / name)[0] for name in names)
+    assert set(second) == {"m.norm.weight"}
+    unpack_file(tmp_path / "packed", tmp_path / "want")
+    for key, want_dense in load(tmp_path / "want")[0].items():
+        assert (first | second)[key].tobytes() == want_dense.tobytes()
 
 
 def test_fp8_that_is_not_sparse_is_named(tmp_path: Path) -> None:
