@@ -75,7 +75,8 @@ def is_leftover(name: str) -> bool:
 
 def is_checkpoint(path: Path) -> bool:
     """Whether ``path`` names a folder or an index, not a safetensors file."""
-    return path.is_dir() or path.name.endswith(SUFFIX)
+    # Not Path.is_dir, which raises what is for the reader of the file to say.
+    return os.path.isdir(path) or path.name.endswith(SUFFIX)
 
 
 def open_checkpoint(path: Path) -> Checkpoint:

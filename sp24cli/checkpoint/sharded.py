@@ -13,7 +13,6 @@ from sp24cli.checkpoint import header
 from sp24cli.checkpoint.folder import Checkpoint, is_checkpoint, open_checkpoint
 from sp24cli.checkpoint.header import Header, PathLike
 from sp24cli.checkpoint.reader import SafetensorsFile
-from sp24cli.errors import BadInputError
 
 
 class ShardedFile(SafetensorsFile):
@@ -84,9 +83,5 @@ def open_tensors(path: PathLike) -> SafetensorsFile:
     Raises:
         BadInputError: what is there cannot be read as either.
     """
-    try:
-        place = Path(path)
-        whole = is_checkpoint(place)
-    except (OSError, ValueError) as error:
-        raise BadInputError(f"{header.label(path)}: cannot be read: {error}") from error
-    return ShardedFile(open_checkpoint(place)) if whole else SafetensorsFile(path)
+    place = Path(path)
+    return ShardedFile(open_checkpoint(place)) if is_checkpoint(place) else SafetensorsFile(path)

@@ -149,9 +149,10 @@ def test_usage_errors_are_one_line_and_exit_2(
         ["verify", "FILE"],
         ["inspect", "FILE"],
         ["unpack", "FILE", "-o", "OUT"],
+        ["convert", "FILE", "-o", "OUT", "--format", "sp24"],
     ],
 )
-@pytest.mark.parametrize("kind", ["missing", "folder", "empty", "text", "cut"])
+@pytest.mark.parametrize("kind", ["missing", "long", "folder", "empty", "text", "cut"])
 def test_files_that_cannot_be_read_exit_4(
     arguments: list[str],
     kind: str,
@@ -159,10 +160,11 @@ def test_files_that_cannot_be_read_exit_4(
     model: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    file = tmp_path / "file"
+    # 255 bytes are the most that a name may have.
+    file = tmp_path / ("x" * 300 if kind == "long" else "file")
     if kind == "folder":
         file.mkdir()
-    elif kind != "missing":
+    elif kind not in ("missing", "long"):
         content = {"empty": b"", "text": b"# not a model\n" * 9, "cut": model.read_bytes()[:-1]}
         file.write_bytes(content[kind])
     named = [{"FILE": str(file), "OUT": str(tmp_path / "out")}.get(a, a) for a in arguments]
