@@ -138,7 +138,9 @@ def nothing_selected(nothing: bool, *, quiet: bool) -> None:
 
 def left_quantized(tensors: Sequence[Skipped], *, quiet: bool) -> None:
     """A remark where weights were left alone that --dequantize-fp8 would take."""
-    count = sum(t.reason.startswith("already quantized (F8_E") for t in tensors)
+    # Not scales in E8M0, nor the FNUZ types, which nothing here reads.
+    taken = [f"already quantized ({dtype})" for dtype in ("F8_E4M3", "F8_E5M2")]
+    count = sum(t.reason in taken for t in tensors)
     if count:
         log(
             f"sp24: note: {count} FP8 tensors were left as they are; --dequantize-fp8 bf16 takes "

@@ -159,6 +159,20 @@ def test_fp8_is_left_alone_with_a_note_and_taken_on_request(
     assert name in load(output)[0]
 
 
+def test_a_note_speaks_of_weights_that_would_be_taken_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    codes = np.ones((8, 64), np.uint8)
+    tensors = {
+        "a.weight": codes.view(DTYPES["F8_E4M3FNUZ"]),
+        "b.weight": codes.view(DTYPES["F8_E5M2"]),
+        "b.weight_scale": codes[:, :2].copy().view(DTYPES["F8_E8M0"]),
+    }
+    source = save(tmp_path / "in", tensors)
+    assert run(["prune", str(source), "--dry-run"]) == 0
+    assert "note: 1 FP8 tensors were left as they are" in capsys.readouterr().err
+
+
 def test_unpack_takes_fp8(fp8: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "out"
     assert run(["unpack", str(fp8), "-o", str(output)]) == 0
