@@ -21,6 +21,7 @@ from sp24cli.optypes import OPERAND_TYPES
 from sp24cli.scaling import ScaleSpec
 from sp24cli.sparsity import keep_indices
 from sp24cli.verify import verify_file
+from tests.cpu.checkpoints import write_checkpoint
 from tests.cpu.modelfile import DTYPES, Array, load, naive_pack, naive_prune, normal, save
 
 SPECS = {
@@ -367,6 +368,10 @@ def test_a_plain_file_is_refused(tmp_path: Path, format: str) -> None:
     source = save(tmp_path / "in", {"a.weight": normal(1, (4, 4))})
     with pytest.raises(BadInputError, match="no weight that is packed"):
         convert_file(source, tmp_path / "out", format=format)
+    model = write_checkpoint(tmp_path / "model")
+    with pytest.raises(BadInputError, match="model: has no weight that is packed"):
+        convert_checkpoint(model, tmp_path / "out", format=format)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_name_that_is_taken_is_an_error(tmp_path: Path) -> None:
