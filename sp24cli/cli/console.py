@@ -151,8 +151,8 @@ def left_quantized(tensors: Sequence[Skipped], *, quiet: bool) -> None:
 
 @contextmanager
 def progress(label: str, *, quiet: bool) -> Iterator[Progress | None]:
-    """A bar over bytes on stderr, or None when that is not a terminal."""
-    if quiet or not sys.stderr.isatty():
+    """A bar over bytes on stderr, or None when that is not a terminal, or closed."""
+    if quiet or sys.stderr is None or not sys.stderr.isatty():
         yield None
         return
     with tqdm(desc=label, unit="B", unit_scale=True, leave=False, file=sys.stderr) as bar:

@@ -258,6 +258,17 @@ def test_a_reader_that_leaves_is_no_error_message(tmp_path: Path) -> None:
     assert errors == b""
 
 
+def test_without_a_stderr_the_work_is_done(model: Path) -> None:
+    output = model.with_name("out")
+    shell = 'exec "$@" 2>&-'
+    arguments = ["prune", str(model), "-o", str(output)]
+    done = subprocess.run(
+        ["sh", "-c", shell, "sh", *SP24, *arguments], env=ENVIRONMENT, stdout=subprocess.DEVNULL
+    )
+    assert done.returncode == 0
+    assert output.exists()
+
+
 @pytest.mark.parametrize("name", ["été-模型.safetensors", "with space.safetensors", "-dash"])
 @pytest.mark.parametrize("encoding", ["utf-8", "latin-1"])
 def test_paths_and_names_beyond_ascii(tmp_path: Path, name: str, encoding: str) -> None:
