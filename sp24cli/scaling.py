@@ -11,6 +11,7 @@ max_finite / 2^emax (1.75 for E4M3) times a power of two, and lets such values s
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -38,6 +39,8 @@ ScaleKind = Literal["none", "tensor", "vector", "block", "mx"]
 WGMMA_K = 64
 #: Rows x columns under one scale of kind ``mx``.
 MX_BLOCK = (1, 32)
+#: The longest side of a block: what numpy still divides by.
+_MOST_SIDE = 2**63 - 1
 
 _F32 = np.finfo(np.float32)
 _F32_TYPE = np.dtype(np.float32)
@@ -72,6 +75,9 @@ class ScaleSpec:
             raise BadInputError(
                 f"scale block {bm}x{bk}: both sides must be positive, columns a multiple of {GROUP}"
             )
+        if self.block is not None and max(self.block) > _MOST_SIDE:
+            bm, bk = self.block
+            raise BadInputError(f"scale block {bm}x{bk}: a side is longer than {_MOST_SIDE}")
         if self.kind == "mx" and self.block != MX_BLOCK:
             bm, bk = cast(tuple[int, int], self.block)
             raise BadInputError(f"scale block {bm}x{bk}: kind 'mx' has 1x32")
@@ -82,10 +88,10 @@ class ScaleSpec:
         ``mx`` may be left out."""
         block = MX_BLOCK if kind == "mx" else None
         if block_text is not None:
-            sides = block_text.lower().split("x")
-            if len(sides) != 2 or not all(s.isascii() and s.isdigit() for s in sides):
+            sides = re.fullmatch(r"([0-9]{1,20})x([0-9]{1,20})", block_text.lower())
+            if sides is None:
                 raise BadInputError(f"scale block {block_text!r} is not ROWSxCOLUMNS")
-            block = (int(sides[0]), int(sides[1]))
+            block = (int(sides[1]), int(sides[2]))
         return cls(cast(ScaleKind, kind), block)
 
     def shape(self, rows: int, k: int) -> tuple[int, ...]:
