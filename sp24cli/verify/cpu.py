@@ -133,8 +133,8 @@ def _factor(packed: PackedMatrix) -> Array:
     if packed.info.scale.kind == "mx":
         scale = np.ldexp(np.float32(1), scale.view(np.uint8).astype(np.int32) - 127)
     rows, columns = packed.shape
-    by_row = np.repeat(scale, block[0], axis=0)[:rows]
-    return np.repeat(by_row, block[1], axis=1)[:, :columns]
+    by_row = np.repeat(scale, min(block[0], rows), axis=0)[:rows]
+    return np.repeat(by_row, min(block[1], columns), axis=1)[:, :columns]
 
 
 def _dense(kept: Array, first: Array, second: Array, group: int) -> Array:

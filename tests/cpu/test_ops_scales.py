@@ -22,7 +22,7 @@ from tests.cpu.modelfile import DTYPES, Array, load, naive_pack, naive_prune, no
 E4M3 = OPERAND_TYPES["e4m3"]
 MX = ScaleSpec.parse("mx")
 SPECS = [ScaleSpec("block", b) for b in [(1, 128), (16, 16), (32, 32), (48, 20), (128, 128)]]
-SPECS.append(MX)
+SPECS += [MX, ScaleSpec("block", (2**63 - 1, 2**63 - 4))]
 #: Not a multiple of any block, along M and along K.
 SHAPE = (150, 164)
 
