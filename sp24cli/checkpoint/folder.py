@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -146,9 +146,10 @@ def open_checkpoint(path: Path) -> Checkpoint:
     )
 
 
-def check_output_folder(output: Path, checkpoint: Checkpoint) -> None:
-    """`Sp24Error` unless ``output`` is a place that cannot touch the input: not its folder, in it
-    or around it, nor a store that its links lead to."""
+def check_output_folder(output: Path, checkpoint: Checkpoint, beside: Iterable[Path] = ()) -> None:
+    """`Sp24Error` unless ``output`` is a place that cannot touch the inputs: not the checkpoint's
+    folder, in it or around it, nor a store that its links lead to, and not where the files
+    ``beside`` it are that are read as well."""
     where = label(output)
     target = Path(os.path.realpath(output))
     source = Path(os.path.realpath(checkpoint.folder))
@@ -163,6 +164,9 @@ def check_output_folder(output: Path, checkpoint: Checkpoint) -> None:
         inside = store.name == "blobs" and store in target.parents
         if target == store or inside or target in store.parents:
             raise Sp24Error(f"{where}: lies where files of the input are, {label(store)}")
+    for path in beside:
+        if target in Path(os.path.realpath(path)).parents:
+            raise Sp24Error(f"{where}: holds the input {label(path)}; choose another output")
     if not target.parent.is_dir():
         raise Sp24Error(f"{where}: the folder {label(target.parent)} does not exist")
     if os.path.lexists(target) and not target.is_dir():

@@ -80,7 +80,7 @@ def convert(
         raise click.UsageError("--layout goes with --format sp24 only")
     target = require_output(output, dry_run=dry_run)
     if config is not None and not dry_run:
-        check_side_file(config, source, target, overwrite=force)
+        check_side_file(config, [source], target, overwrite=force)
     with console.progress("convert", quiet=quiet) as progress:
         done = convert_checkpoint(
             source,

@@ -94,7 +94,7 @@ def prune(
         pattern=pattern,
     )
     target = require_output(output, dry_run=dry_run)
-    check_report(report, source, target, overwrite=force)
+    check_report(report, [source, choice.calibration], target, overwrite=force)
     engine = open_engine(device, choice)
     with console.progress("prune", quiet=quiet) as progress:
         done = prune_checkpoint(

@@ -150,7 +150,8 @@ def quantize(
         raise click.UsageError(f"--permute does not go with --type {type_name}, which is {pattern}")
     choice = make_choice(method, norms=activation_norms, permute=permute, pattern=str(pattern))
     target = require_output(output, dry_run=dry_run)
-    check_report(report, source, target, overwrite=force)
+    inputs = [source, activation_norms, amax_history, smooth]
+    check_report(report, inputs, target, overwrite=force)
     engine = open_engine(device, choice, calibration)
     with console.progress("quantize", quiet=quiet) as progress:
         done = quantize_checkpoint(

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
+from sp24cli.checkpoint.folder import is_checkpoint
+from sp24cli.checkpoint.header import label
 from sp24cli.checkpoint.writer import check_output
 from sp24cli.errors import Sp24Error
 from sp24cli.ops import Done, PruneReport, QuantizeReport
@@ -17,11 +20,22 @@ from sp24cli.reporting import as_html, as_markdown, summarize
 REPORT_FORMATS = (".html", ".md", ".json")
 
 
-def check_side_file(path: Path, source: Path, target: Path | None, *, overwrite: bool) -> None:
-    """`Sp24Error`, before any work, unless ``path`` may be written beside ``target``."""
-    check_output(path, forbid=[source], overwrite=overwrite)
+def check_side_file(
+    path: Path, inputs: Sequence[Path | None], target: Path | None, *, overwrite: bool
+) -> None:
+    """`Sp24Error`, before any work, unless ``path`` may be written beside ``target``: it is none
+    of the ``inputs``, nor replaces a file in the folder of one that is a checkpoint."""
+    given = [each for each in inputs if each is not None]
+    check_output(path, forbid=given, overwrite=overwrite)
+    place = Path(os.path.realpath(path.parent))
+    for source in given:
+        if not (is_checkpoint(source) and os.path.lexists(path)):
+            continue
+        folder = Path(os.path.realpath(source if source.is_dir() else source.parent))
+        if folder in (place, *place.parents):
+            raise Sp24Error(f"{label(path)}: is a file of the input; choose another file")
     if target is not None and os.path.realpath(path) == os.path.realpath(target):
-        raise Sp24Error(f"{path}: is the output; choose another file")
+        raise Sp24Error(f"{label(path)}: is the output; choose another file")
 
 
 def write_side_file(path: Path, text: str) -> None:
@@ -32,13 +46,15 @@ def write_side_file(path: Path, text: str) -> None:
         raise Sp24Error(f"{path}: cannot be written: {error.strerror}") from error
 
 
-def check_report(path: Path | None, source: Path, target: Path | None, *, overwrite: bool) -> None:
+def check_report(
+    path: Path | None, inputs: Sequence[Path | None], target: Path | None, *, overwrite: bool
+) -> None:
     """As `check_side_file`; a usage error for a file whose name says no known format."""
     if path is None:
         return
     if path.suffix.lower() not in REPORT_FORMATS:
         raise click.UsageError(f"--report {path}: its name must end in {', '.join(REPORT_FORMATS)}")
-    check_side_file(path, source, target, overwrite=overwrite)
+    check_side_file(path, inputs, target, overwrite=overwrite)
 
 
 def write_report(path: Path | None, done: Done[PruneReport] | Done[QuantizeReport]) -> None:

@@ -169,6 +169,13 @@ def open_wanted(
         yield DequantizedFile(file, wanted, siblings=others, strict=strict)
 
 
+def input_files(*paths: Path | None) -> tuple[Path, ...]:
+    """The files that these are, or that the checkpoints among them consist of."""
+    return tuple(
+        file for path in paths if path is not None for file in shard_paths(path) or (path,)
+    )
+
+
 def shard_paths(source: Path) -> tuple[Path, ...]:
     """The files of a checkpoint, to be the ``siblings`` of each; none for a single file."""
     if not is_checkpoint(source):

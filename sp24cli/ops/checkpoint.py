@@ -12,9 +12,11 @@ from sp24cli.calibration import AMAX
 from sp24cli.checkpoint.header import label
 from sp24cli.checkpoint.packedfile import VERSION
 from sp24cli.errors import BadInputError
-from sp24cli.formats.dequantized import shard_paths
+from sp24cli.formats.dequantized import input_files, shard_paths
 from sp24cli.formats.foreign import has_packed
 from sp24cli.formats.scales import FP8_DTYPES
+from sp24cli.ops.calibrate import Calibration
+from sp24cli.ops.choose import Choice
 from sp24cli.ops.convert import ConvertReport, convert_file
 from sp24cli.ops.dequantize import dequantize_file, is_foreign
 from sp24cli.ops.engine import Engine
@@ -59,6 +61,7 @@ def prune_checkpoint(
         find_nonfinite=True,
         engine=engine,
         config=_dense_config if options.get("dequantize_fp8") else None,
+        beside=_beside(options),
     )
     done = run(operation, source, output, resume, overwrite, progress)
     if done.folder is None:
@@ -102,6 +105,7 @@ def quantize_checkpoint(
         find_violation=not options.get("prune", False),
         engine=engine,
         config=config,
+        beside=_beside(options),
     )
     return run(operation, source, output, resume, overwrite, progress)
 
@@ -151,6 +155,13 @@ def _add_siblings(source: Path, options: dict[str, Any]) -> None:
     """Where the scales of FP8 weights may lie, if those are to be taken."""
     if options.get("dequantize_fp8") is not None:
         options["siblings"] = shard_paths(source)
+
+
+def _beside(options: dict[str, Any]) -> tuple[Path, ...]:
+    """The files of the choice and the calibration among ``options``."""
+    choice = options.get("choice") or Choice()
+    calibration = options.get("calibration") or Calibration()
+    return input_files(choice.calibration, calibration.history, calibration.activations)
 
 
 def _dense_config(

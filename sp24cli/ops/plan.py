@@ -135,12 +135,14 @@ def open_sink(
     metadata: Mapping[str, str],
     *,
     source: Path,
+    beside: Iterable[Path] = (),
     overwrite: bool,
     stacks: Mapping[str, int] | None = None,
     scratch_bytes: int = 0,
 ) -> AbstractContextManager[Sink]:
     """A writer of ``output``, or what stands for it when that is None; see also `ANNOUNCE`.
 
+    The output may be neither ``source`` nor one of the files ``beside`` it that are read.
     Of ``stacks``, the experts among the ``entries`` are written as one tensor again; they must
     come in order. ``scratch_bytes`` must be free beside the output.
     """
@@ -151,6 +153,7 @@ def open_sink(
             entries,
             metadata,
             source=source,
+            beside=beside,
             overwrite=overwrite,
             scratch_bytes=scratch_bytes,
         )
@@ -163,7 +166,7 @@ def open_sink(
         output,
         entries,
         metadata,
-        forbid=[source],
+        forbid=[source, *beside],
         overwrite=overwrite,
         scratch_bytes=scratch_bytes,
     )

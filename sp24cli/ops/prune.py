@@ -13,7 +13,7 @@ from sp24cli.bits import Array
 from sp24cli.checkpoint.header import TensorEntry
 from sp24cli.checkpoint.names import Selection
 from sp24cli.checkpoint.reader import SafetensorsFile
-from sp24cli.formats.dequantized import open_dense
+from sp24cli.formats.dequantized import input_files, open_dense
 from sp24cli.ops.choose import Choice, Chooser, Losses, TensorChoice
 from sp24cli.ops.engine import Engine
 from sp24cli.ops.plan import Sink, copy_tensor, make_plan, not_finite, open_sink, tensor_label
@@ -103,6 +103,7 @@ def prune_file(
                 specs,
                 metadata,
                 source=source,
+                beside=input_files(choice.calibration),
                 overwrite=overwrite,
                 stacks=file.stacks,
                 scratch_bytes=chooser.scratch_bytes,

@@ -14,7 +14,7 @@ from sp24cli.checkpoint.names import Selection
 from sp24cli.checkpoint.packedfile import merge_metadata, part_entries
 from sp24cli.checkpoint.reader import SafetensorsFile
 from sp24cli.errors import BadInputError
-from sp24cli.formats.dequantized import open_dense
+from sp24cli.formats.dequantized import input_files, open_dense
 from sp24cli.fp8 import Overflow
 from sp24cli.ops.calibrate import Calibration, Calibrator
 from sp24cli.ops.choose import Choice, Chooser
@@ -178,7 +178,10 @@ def quantize_file(
         )
         metadata = merge_metadata(file.metadata, infos, file.stacks)
         on_cpu: list[str] = []
-        with open_sink(output, entries, metadata, source=source, overwrite=overwrite) as sink:
+        beside = input_files(choice.calibration, calibration.history, calibration.activations)
+        with open_sink(
+            output, entries, metadata, source=source, beside=beside, overwrite=overwrite
+        ) as sink:
             tensors = tuple(
                 _quantize_tensor(
                     file,

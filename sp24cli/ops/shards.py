@@ -114,7 +114,8 @@ class Operation(Generic[R]):
     """An operation on one file and what a checkpoint needs to know of it.
 
     ``find_nonfinite`` and ``find_violation`` say what in the selected weights is an error, and
-    ``engine`` may help to find it; ``config`` makes the new config.json.
+    ``engine`` may help to find it; ``config`` makes the new config.json. ``beside`` are the files
+    that are read as well.
     """
 
     name: str
@@ -126,6 +127,7 @@ class Operation(Generic[R]):
     find_violation: bool = False
     engine: Engine | None = None
     config: Callable[[dict[str, Any], R], dict[str, Any]] | None = None
+    beside: tuple[Path, ...] = ()
 
     def run(
         self,
@@ -204,7 +206,7 @@ def run(
         return Done(report, None)
     checkpoint = open_checkpoint(source)
     if output is not None:
-        check_output_folder(output, checkpoint)
+        check_output_folder(output, checkpoint, operation.beside)
     plan = _make_plan(operation, checkpoint)
     if output is None:
         return _dry_run(plan, source, progress)

@@ -22,6 +22,7 @@ from sp24cli.errors import BadInputError, Sp24Error
 from sp24cli.gpu.matmul import SparseWeight
 from sp24cli.ops import (
     inspect_file,
+    prune_checkpoint,
     prune_file,
     quantize_checkpoint,
     quantize_file,
@@ -38,7 +39,7 @@ from sp24cli.scaling import ScaleSpec, make_scales, scale_values
 from sp24cli.scaling import amax as amax_of
 from sp24cli.smoothing import factors
 from sp24cli.verify import verify_file
-from tests.cpu.checkpoints import small_model, write_checkpoint
+from tests.cpu.checkpoints import shard, small_model, write_checkpoint
 from tests.cpu.convertdevice import ConvertDevice
 from tests.cpu.modelfile import DTYPES, Array, load, naive_pack, naive_prune, normal, save
 
@@ -538,6 +539,39 @@ def test_side_files_are_checked_before_anything_is_written(
     for name in ("text", "missing"):
         assert run([*arguments, option, str(beside(model, name))]) == 4
         assert f"sp24: error: {beside(model, name)}: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("which", ["norms", "amax", "history"])
+def test_what_calibrates_is_no_output(model: Path, tmp_path: Path, which: str) -> None:
+    """Neither a file, nor in a checkpoint that is to be written."""
+    folder = write_checkpoint(tmp_path / "model")
+    side = tmp_path / "side" / shard(1)
+    side.parent.mkdir()
+    taken = quantize_checkpoint(folder, None, prune=True, optype=E4M3, spec=SPECS["tensor"])
+    names = [t.name for t in taken.report.tensors]
+    both = load(beside(model, "amax" if which == "norms" else which))[0]
+    save(side, both | {name: np.ones(64, np.float32) for name in names})
+    choice, how = Choice(), Calibration()
+    if which == "norms":
+        choice = Choice("wanda", calibration=side)
+    elif which == "amax":
+        how = Calibration(activations=side)
+    else:
+        how = Calibration(ScaleRule("history", pick="max"), side)
+    options: dict[str, Any] = {"choice": choice, "calibration": how, "overwrite": True}
+    options |= {"prune": True, "optype": E4M3, "spec": SPECS["tensor"]}
+    before = side.read_bytes()
+    with pytest.raises(Sp24Error, match="is the input"):
+        quantize_file(model, side, **options)
+    with pytest.raises(Sp24Error, match="side: holds the input"):
+        quantize_checkpoint(folder, side.parent, **options)
+    if which == "norms":
+        with pytest.raises(Sp24Error, match="is the input"):
+            prune_file(model, side, choice=choice, overwrite=True)
+        with pytest.raises(Sp24Error, match="side: holds the input"):
+            prune_checkpoint(folder, side.parent, choice=choice, overwrite=True)
+    assert side.read_bytes() == before
+    assert list(side.parent.iterdir()) == [side]
 
 
 def test_the_most_recent_amax_must_not_be_zero(model: Path, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from sp24cli.optypes import OPERAND_TYPES
 from sp24cli.reporting import as_html, as_markdown, summarize
 from sp24cli.reporting.markdown import sparkline
 from sp24cli.scaling import ScaleSpec
+from tests.cpu.checkpoints import INDEX, contents, write_checkpoint
 from tests.cpu.modelfile import Array, load, naive_prune, normal, save
 
 ODD = "odd.<b>&|\x1b[1m.weight"
@@ -296,3 +297,26 @@ def test_a_report_replaces_neither_input_nor_output(
         assert capsys.readouterr().err.count("\n") == 1
         assert not output.exists()
     assert model.read_bytes() == before
+    norms = save(tmp_path / "norms.json", {})
+    options = ["--method", "wanda", "--activation-norms", str(norms), "--report", str(norms)]
+    assert run(["prune", str(model), "-o", str(output), "--force", *options]) == 1
+    assert "norms.json: is the input" in capsys.readouterr().err
+
+
+def test_a_file_of_a_checkpoint_is_replaced_by_no_side_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = write_checkpoint(tmp_path / "model")
+    before = contents(model)
+    config = str(model / "config.json")
+    out = ["-o", str(tmp_path / "out"), "--force"]
+    for source in (model, model / INDEX):
+        for command in (
+            ["prune", "--report", config],
+            ["quantize", "--prune", "--scale", "tensor", "--report", config],
+            ["convert", "--format", "compressed-tensors-fp8", "--config", config],
+        ):
+            assert run([*command, str(source), *out]) == 1
+            assert "config.json: is a file of the input" in capsys.readouterr().err
+    assert contents(model) == before
+    assert run(["prune", str(model), *out, "--report", str(model / "report.json")]) == 0
