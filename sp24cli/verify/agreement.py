@@ -14,9 +14,8 @@ from sp24cli.checkpoint.reader import SafetensorsFile
 from sp24cli.ops.calibrate import Calibrator
 from sp24cli.ops.pack import Arrangement, pack_bands, smooth_factors, tensor_scale
 from sp24cli.ops.plan import is_sparse
-from sp24cli.packed import PackedMatrix
+from sp24cli.packed import PackedMatrix, check_parts
 from sp24cli.pruning.pattern import pattern_of
-from sp24cli.scaling import find_bad
 from sp24cli.verify.result import Agreement
 
 
@@ -48,9 +47,8 @@ def compare_packing(
             f"the original is {entry.dtype} {list(entry.shape)}, "
             f"packed from {info.source_dtype} {list(info.shape)}"
         )
-    for factors in (stored.scale, stored.smooth):
-        if factors is not None and find_bad(factors) is not None:
-            return Agreement("its scales or factors can be none")
+    if check_parts(stored) is not None:
+        return Agreement("its parts cannot be right")
     pattern = pattern_of(info.optype)
     given = info.pruned == "magnitude" or is_sparse(original, entry, stored.perm, pattern)
     chosen = info.pruned == "wanda" and not given

@@ -159,6 +159,20 @@ def test_a_width_that_a_pattern_does_not_fit_is_skipped_with_the_reason(tmp_path
 # --- the order of the columns ----------------------------------------------------------------
 
 
+def test_an_order_that_cannot_be_is_a_fault_of_structure(model: Path, tmp_path: Path) -> None:
+    packed = tmp_path / "packed"
+    spec = ScaleSpec("tensor")
+    quantize_file(model, packed, optype=E4M3, spec=spec, prune=True, choice=Choice(permute=True))
+    tensors, metadata = load(packed)
+    order = tensors["a.weight_perm"].copy()
+    order[3] = len(order)
+    bad = save(tmp_path / "bad", tensors | {"a.weight_perm": order}, metadata)
+    for against in (None, model):
+        report = verify_file(bad, against, device="cpu")
+        assert report.failure is not None
+        assert report.failure.startswith(f"a.weight: structure: permutation has {len(order)} at 3")
+
+
 @pytest.mark.parametrize("name", [n for n in NAMES if "permuted" in n])
 def test_a_permuted_weight_stays_in_its_order(model: Path, tmp_path: Path, name: str) -> None:
     plain = {t.name: t for t in prune_file(model, None, choice=choices(model)[name[:-10]]).tensors}
