@@ -33,7 +33,7 @@ from sp24cli.formats.scales import (
     scales_of_siblings,
 )
 from sp24cli.optypes import OPERAND_TYPES
-from sp24cli.packed import PackedMatrix, PackInfo
+from sp24cli.packed import PackedMatrix, PackInfo, check_band, check_parts
 from sp24cli.scaling import ScaleSpec
 from sp24cli.sparsity import GROUP, find_nonfinite, find_violation, keep_indices
 
@@ -72,11 +72,19 @@ class PackedWeights(Closing):
         self.file.close()
 
     def rows(self, name: str, rows: slice) -> PackedMatrix:
-        """Some rows of a weight with their scales, cut at multiples of its row step."""
+        """Some rows of a weight with their scales, cut at multiples of its row step.
+
+        Raises:
+            BadInputError: indices or values that cannot be: others would read them all the same.
+        """
         raise NotImplementedError
 
     def scale(self, name: str) -> Array | None:
-        """The whole scale of a weight, None for an unscaled type."""
+        """The whole scale of a weight, None for an unscaled type.
+
+        Raises:
+            BadInputError: a scale that is none, or an order or factors of columns.
+        """
         raise NotImplementedError
 
     def drop_cache(self, name: str) -> None:
@@ -134,13 +142,21 @@ class _OwnFile(PackedWeights):
         self.stacks = self._packed.stacks
 
     def rows(self, name: str, rows: slice) -> PackedMatrix:
-        return self._packed.load(name).rows(rows)
+        matrix = self._packed.load(name)
+        self._refuse(name, check_band(matrix, rows))
+        return matrix.rows(rows)
 
     def scale(self, name: str) -> Array | None:
-        return self._packed.load(name).scale
+        matrix = self._packed.load(name)
+        self._refuse(name, check_parts(matrix))
+        return matrix.scale
 
     def drop_cache(self, name: str) -> None:
         self._packed.drop_cache(name)
+
+    def _refuse(self, name: str, fault: str | None) -> None:
+        if fault is not None:
+            raise BadInputError(f"{label(self.file.path)}: tensor {quote(name)}: {fault}")
 
 
 class ForeignFile(PackedWeights):

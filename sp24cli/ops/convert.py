@@ -24,7 +24,6 @@ from sp24cli.formats.foreign import (
     open_packed,
 )
 from sp24cli.formats.origin import origin_metadata
-from sp24cli.metadata import find_illegal
 from sp24cli.ops.plan import Sink, copy_tensor, open_sink
 from sp24cli.ops.report import document, parse_scale, scale_text
 from sp24cli.ops.stream import Meter, Progress, bands, default_workers, map_bands
@@ -216,15 +215,7 @@ def _convert(
         sink.write(f"{name}_smooth", weights.file.array(f"{name}_smooth"))
 
     def convert(start: int, stop: int) -> dict[str, Array]:
-        band = weights.rows(name, slice(start, stop))
-        _, meta = band.row_order()
-        # Others read two bits a group, whatever is there: an illegal pair must not reach them.
-        if place := find_illegal(meta, info.optype.meta_k(columns), info.optype.group):
-            raise BadInputError(
-                f"{label(weights.file.path)}: tensor {quote(name)}: metadata at row "
-                f"{start + place[0]}, group {place[1]} is no ascending pair"
-            )
-        return _encode(band, name, info.layout, format)
+        return _encode(weights.rows(name, slice(start, stop)), name, info.layout, format)
 
     ranges = bands(rows, columns, multiple=math.lcm(BLOCK_ROWS, info.scale.row_step))
     for band in map_bands(convert, ranges, columns, workers):

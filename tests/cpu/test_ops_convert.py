@@ -345,6 +345,28 @@ def test_illegal_metadata_reaches_no_other_tool(tmp_path: Path) -> None:
         convert_file(packed, tmp_path / "out", format=BITMASK)
 
 
+@pytest.mark.parametrize("format", [SP24, FP8, BITMASK])
+@pytest.mark.parametrize(
+    ("part", "place", "value", "words"),
+    [
+        ("scale", (70, 0), np.nan, r"scale nan at \[70, 0\] is not positive"),
+        ("scale", (70, 0), 0, r"scale 0.0 at \[70, 0\] is not positive"),
+        ("values", (70, 3), np.nan, "value at row 70, kept column 3 is not finite"),
+    ],
+)
+def test_what_cannot_be_right_is_not_converted(
+    tmp_path: Path, format: str, part: str, place: tuple[int, int], value: float, words: str
+) -> None:
+    packed = pack(tmp_path)
+    tensors, metadata = load(packed)
+    damaged = tensors[f"m.a.weight_{part}"].copy()
+    damaged[place] = value
+    save(packed, tensors | {f"m.a.weight_{part}": damaged}, metadata)
+    with pytest.raises(BadInputError, match=rf"'m\.a\.weight': {words}"):
+        convert_file(packed, tmp_path / "out", format=format)
+    assert not (tmp_path / "out").exists()
+
+
 def test_permuted_columns_are_only_told_to_who_can_hear(tmp_path: Path) -> None:
     packed = pack(tmp_path)
     tensors, metadata = load(packed)
@@ -359,6 +381,10 @@ def test_permuted_columns_are_only_told_to_who_can_hear(tmp_path: Path) -> None:
     convert_file(packed, tmp_path / "fp8", format=FP8)
     unpack_file(packed, tmp_path / "codes", codes=True)
     assert np.array_equal(load(tmp_path / "sm90")[0]["m.b.weight_perm"], order)
+    save(packed, tensors | {"m.b.weight_perm": order + 1}, changed)
+    for format in (SP24, FP8):
+        with pytest.raises(BadInputError, match=r"'m\.b\.weight': permutation has 128 at 0"):
+            convert_file(packed, tmp_path / "bad", format=format)
     name = "m.b.weight"
     assert load(tmp_path / "fp8")[0][name].tobytes() == load(tmp_path / "codes")[0][name].tobytes()
 
