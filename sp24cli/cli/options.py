@@ -11,7 +11,7 @@ import click
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 #: A path as given; whether it can be read is for the reader to say, with the right exit code.
-PATH = click.Path(path_type=Path)
+PATH = click.Path(readable=False, path_type=Path)
 
 
 def source_argument(metavar: str = "IN") -> Callable[[_Command], _Command]:

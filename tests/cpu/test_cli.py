@@ -175,6 +175,33 @@ def test_files_that_cannot_be_read_exit_4(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("option", [None, "--activation-norms", "--hessians"])
+def test_whether_a_file_may_be_read_is_for_its_reader_to_say(
+    option: str | None,
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Click's own look at it would make it a usage error; and root may read what others may not."""
+    forbidden = save(model.with_name("forbidden"), {})
+    plain = open
+
+    def deny(path: Any, *args: Any, **kwargs: Any) -> Any:
+        if path == forbidden:
+            raise PermissionError(13, "Permission denied", str(path))
+        return plain(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "access", lambda *_, **__: False)
+    monkeypatch.setattr("builtins.open", deny)
+    source = forbidden if option is None else model
+    arguments = ["prune", str(source), "--dry-run"]
+    if option is not None:
+        method = "wanda" if option == "--activation-norms" else "sparsegpt"
+        arguments += ["--method", method, option, str(forbidden)]
+    assert run(arguments) == 4
+    assert f"{forbidden}: cannot be read: Permission denied" in one_line(capsys.readouterr().err)
+
+
 def test_an_interrupt_exits_130(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
