@@ -35,7 +35,8 @@ class PlainTensor:
 @dataclass(frozen=True)
 class PackedTensor:
     """A packed weight; ``bytes`` are those of all its parts, ``dense_bytes`` what it had been.
-    ``smooth`` is the alpha of its factors, None where it has none."""
+    ``permuted`` says that its columns are in another order than the original's, ``smooth`` is the
+    alpha of their factors, None where they have none."""
 
     name: str
     shape: tuple[int, ...]
@@ -47,6 +48,7 @@ class PackedTensor:
     layout: str
     overflow: str
     calibration: str
+    permuted: bool
     smooth: float | None
     bytes: int
     dense_bytes: int
@@ -108,6 +110,7 @@ def _packed_tensor(packed: PackedFile, name: str) -> PackedTensor:
         layout=info.layout,
         overflow=info.overflow,
         calibration=info.calibration.text,
+        permuted=info.permuted,
         smooth=info.smooth,
         bytes=sum(packed.file.entry(f"{name}_{part}").nbytes for part in info.parts()),
         dense_bytes=rows * columns * NUMBER_TYPES[info.source_dtype].dtype.itemsize,

@@ -15,7 +15,15 @@ import sp24cli
 from sp24cli.checkpoint.names import Selection
 from sp24cli.cli.main import run
 from sp24cli.errors import BadInputError, Sp24Error
-from sp24cli.ops import choose, prune_checkpoint, prune_file, quantize_file, stream, unpack_file
+from sp24cli.ops import (
+    choose,
+    inspect_file,
+    prune_checkpoint,
+    prune_file,
+    quantize_file,
+    stream,
+    unpack_file,
+)
 from sp24cli.ops.choose import Choice
 from sp24cli.optypes import OPERAND_TYPES
 from sp24cli.pruning import permute
@@ -163,6 +171,7 @@ def test_an_order_that_cannot_be_is_a_fault_of_structure(model: Path, tmp_path: 
     packed = tmp_path / "packed"
     spec = ScaleSpec("tensor")
     quantize_file(model, packed, optype=E4M3, spec=spec, prune=True, choice=Choice(permute=True))
+    assert all(p.permuted for p in inspect_file(packed).packed)
     tensors, metadata = load(packed)
     order = tensors["a.weight_perm"].copy()
     order[3] = len(order)
