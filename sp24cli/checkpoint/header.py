@@ -30,6 +30,8 @@ MAX_HEADER_BYTES = 100_000_000
 #: The length field before the JSON, and the alignment that the library pads the JSON to.
 LENGTH_BYTES = 8
 METADATA_KEY = "__metadata__"
+#: How a repository's text in the place of a large file begins; as a length, far over the limit.
+_LFS_POINTER = b"version "
 #: numpy cannot hold an array of more bytes than this, even one that is empty along an axis.
 MAX_BYTES = 2**63 - 1
 #: Nor one of more axes than this (64 since numpy 2).
@@ -185,6 +187,8 @@ def read(file: BinaryIO, path: PathLike) -> Header:
             raise BadInputError(
                 f"{where}: truncated: {len(field)} bytes, a header begins with {LENGTH_BYTES}"
             )
+        if field == _LFS_POINTER:
+            raise BadInputError(f"{where}: is a Git LFS pointer, not the file it stands for")
         length = int.from_bytes(field, "little")
         if length > MAX_HEADER_BYTES:
             raise BadInputError(

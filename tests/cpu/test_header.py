@@ -84,6 +84,7 @@ MALFORMED: list[tuple[str, bytes, str, bool]] = [
     ("half a length", b"\x08\0\0", "truncated: 3 bytes", True),
     ("no header", file_bytes(""), "not JSON", True),
     ("length over the limit", struct.pack("<Q", 100_000_001) + b"{}", "100000001 at byte 0", True),
+    ("LFS", b"version https://git-lfs.github.com/spec/v1\n", "is a Git LFS pointer", True),
     ("length of 2^64-1", b"\xff" * 8 + b"{}", "over the limit", True),
     ("length beyond the file", struct.pack("<Q", 3) + b"{}", "truncated: header of 3 bytes", True),
     ("header cut", file_bytes({"a": tensor()})[:-4], "truncated", True),
