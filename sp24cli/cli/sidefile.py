@@ -28,6 +28,9 @@ def check_side_file(
     given = [each for each in inputs if each is not None]
     check_output(path, forbid=given, overwrite=overwrite)
     place = Path(os.path.realpath(path.parent))
+    if not os.access(place, os.W_OK):
+        # At the end of the run, where it is written, all work on it would be lost.
+        raise Sp24Error(f"{label(path)}: the folder {label(place)} may not be written")
     for source in given:
         if not (is_checkpoint(source) and os.path.lexists(path)):
             continue

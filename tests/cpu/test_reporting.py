@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -301,6 +302,20 @@ def test_a_report_replaces_neither_input_nor_output(
     options = ["--method", "wanda", "--activation-norms", str(norms), "--report", str(norms)]
     assert run(["prune", str(model), "-o", str(output), "--force", *options]) == 1
     assert "norms.json: is the input" in capsys.readouterr().err
+
+
+def test_a_report_that_may_not_be_written_stops_before_the_work(
+    source: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As the system would answer; root may write to any folder."""
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
+    arguments = ["prune", str(source), "-o", str(tmp_path / "out")]
+    assert run([*arguments, "--report", str(tmp_path / "report.md")]) == 1
+    assert "report.md: the folder" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_file_of_a_checkpoint_is_replaced_by_no_side_file(
