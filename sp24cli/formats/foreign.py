@@ -113,12 +113,6 @@ def open_packed(path: Path, siblings: Sequence[Path] = ()) -> Iterator[PackedWei
         yield weights
 
 
-def has_packed(path: Path, siblings: Sequence[Path]) -> bool:
-    """Whether the file of a checkpoint has a packed weight, or is our own; see `open_packed`."""
-    with open_packed(path, siblings) as weights:
-        return weights.format == SP24 or bool(weights.packed)
-
-
 def has_bitmasks(file: SafetensorsFile) -> bool:
     """Whether a file has weights as sparse-24-bitmask."""
     return any(_is_mask(entry) for entry in file.header.entries)

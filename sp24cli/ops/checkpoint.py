@@ -9,15 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from sp24cli.calibration import AMAX
-from sp24cli.checkpoint.header import label
 from sp24cli.checkpoint.packedfile import VERSION
-from sp24cli.errors import BadInputError
 from sp24cli.formats.dequantized import input_files, shard_paths
-from sp24cli.formats.foreign import has_packed
 from sp24cli.formats.scales import FP8_DTYPES
 from sp24cli.ops.calibrate import Calibration
 from sp24cli.ops.choose import Choice
-from sp24cli.ops.convert import ConvertReport, convert_file
+from sp24cli.ops.convert import ConvertReport, check_shards, convert_file
 from sp24cli.ops.dequantize import dequantize_file, is_foreign
 from sp24cli.ops.engine import Engine
 from sp24cli.ops.prune import PruneReport, prune_file
@@ -143,8 +140,8 @@ def convert_checkpoint(
 ) -> Done[ConvertReport]:
     """`convert_file` for a file or a checkpoint, as `prune_checkpoint`."""
     shards = options["siblings"] = shard_paths(source)
-    if shards and not any(has_packed(shard, shards) for shard in shards):
-        raise BadInputError(f"{label(source)}: has no weight that is packed in any format")
+    if shards:
+        check_shards(source, shards, options["format"])
     operation = Operation(
         "convert", convert_file, ConvertReport, options, workers, config=_converted_config
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from sp24cli.bits import Array
-from sp24cli.checkpoint.header import TensorSpec, label, quote
+from sp24cli.checkpoint.header import PathLike, TensorSpec, label, quote
 from sp24cli.checkpoint.packedfile import merge_metadata, part_entries
 from sp24cli.errors import BadInputError
 from sp24cli.formats import bitmask
@@ -29,6 +29,7 @@ from sp24cli.ops.report import document, parse_scale, scale_text
 from sp24cli.ops.stream import Meter, Progress, bands, default_workers, map_bands
 from sp24cli.optypes import BLOCK_ROWS
 from sp24cli.packed import Layout, PackedMatrix, PackInfo
+from sp24cli.scaling import ScaleSpec
 
 #: Parts that are not cut by rows.
 _WHOLE = ("scale", "perm", "smooth")
@@ -72,12 +73,8 @@ class ConvertReport:
         """
         if self.format == SP24:
             return None
-        return quantization_config(
-            [parse_scale(tensor.scale) for tensor in self.tensors],
-            [tensor.name for tensor in self.tensors],
-            self.ignored,
-            bitmask=self.format == BITMASK,
-        )
+        specs = {tensor.name: parse_scale(tensor.scale) for tensor in self.tensors}
+        return _config(self.source, self.format, specs, self.ignored)
 
     def to_json(self) -> dict[str, Any]:
         return {**document(self), "quantization_config": self.quantization_config}
@@ -153,6 +150,32 @@ def convert_file(
             for entry in weights.others:
                 copy_tensor(weights.file, entry.name, sink, meter)
         return replace(report, output_bytes=sink.header.file_bytes)
+
+
+def check_shards(source: Path, shards: Sequence[Path], format: str) -> None:
+    """`BadInputError` for what no shard of the checkpoint ``source`` shows by itself: that nothing
+    in it is packed, or that ``format`` cannot say in one config how all of it is."""
+    specs: dict[str, ScaleSpec] = {}
+    is_ours = False
+    for shard in shards:
+        with open_packed(shard, shards) as weights:
+            specs |= {name: info.scale for name, info in weights.packed.items()}
+            is_ours |= weights.format == SP24
+    if not specs and not is_ours:
+        raise BadInputError(f"{label(source)}: has no weight that is packed in any format")
+    # MX has an error of its own, which names the weight.
+    if format != SP24 and not any(spec.kind == "mx" for spec in specs.values()):
+        _config(source, format, specs, ())
+
+
+def _config(
+    source: PathLike, format: str, specs: Mapping[str, ScaleSpec], ignored: Sequence[str]
+) -> dict[str, Any]:
+    """The `quantization_config` of packed weights by their scales, for another tool's format."""
+    try:
+        return quantization_config(specs.values(), specs, ignored, bitmask=format == BITMASK)
+    except BadInputError as fault:
+        raise BadInputError(f"{label(source)}: {fault}") from fault
 
 
 def _parts(weights: PackedWeights, name: str, info: PackInfo, format: str) -> list[TensorSpec]:

@@ -400,6 +400,28 @@ def test_a_plain_file_is_refused(tmp_path: Path, format: str) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("format", [FP8, BITMASK])
+def test_scales_of_several_kinds_stop_before_anything_is_written(
+    tmp_path: Path, format: str
+) -> None:
+    """One config group cannot say them, whether one shard has both or each its own."""
+    codes = naive_prune(normal(1, (8, 64), deviation=1.0)).astype(DTYPES["F8_E4M3"])
+    shards: list[dict[str, Array]] = [
+        {"a.weight": codes, "a.weight_scale": np.ones(1, np.float32)},
+        {"b.weight": codes, "b.weight_scale": np.ones((8, 1), np.float32)},
+    ]
+    words = r"in: weights with several kinds of scale \(tensor, vector\)"
+    convert_checkpoint(write_checkpoint(tmp_path / "theirs", shards), tmp_path / "in", format=SP24)
+    with pytest.raises(BadInputError, match=words):
+        convert_checkpoint(tmp_path / "in", tmp_path / "out", format=format)
+    save(tmp_path / "both", shards[0] | shards[1])
+    (tmp_path / "in").rename(tmp_path / "folder")
+    convert_file(tmp_path / "both", tmp_path / "in", format=SP24)
+    with pytest.raises(BadInputError, match=words):
+        convert_file(tmp_path / "in", tmp_path / "out", format=format)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_name_that_is_taken_is_an_error(tmp_path: Path) -> None:
     source = save(tmp_path / "in", weights() | {"m.a.bitmask": normal(1, (3,))})
     quantize_file(source, tmp_path / "packed", optype=OPERAND_TYPES["e4m3"], spec=SPECS["tensor"])
