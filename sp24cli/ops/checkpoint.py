@@ -143,7 +143,13 @@ def convert_checkpoint(
     if shards:
         check_shards(source, shards, options["format"])
     operation = Operation(
-        "convert", convert_file, ConvertReport, options, workers, config=_converted_config
+        "convert",
+        convert_file,
+        ConvertReport,
+        options,
+        workers,
+        rehearse=True,
+        config=_converted_config,
     )
     return run(operation, source, output, resume, overwrite, progress)
 

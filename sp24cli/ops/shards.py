@@ -114,8 +114,8 @@ class Operation(Generic[R]):
     """An operation on one file and what a checkpoint needs to know of it.
 
     ``find_nonfinite`` and ``find_violation`` say what in the selected weights is an error, and
-    ``engine`` may help to find it; ``config`` makes the new config.json. ``beside`` are the files
-    that are read as well.
+    ``engine`` may help to find it; ``rehearse`` finds it by a dry run. ``config`` makes the new
+    config.json, ``beside`` are the files that are read as well.
     """
 
     name: str
@@ -125,6 +125,7 @@ class Operation(Generic[R]):
     workers: int | None
     find_nonfinite: bool = False
     find_violation: bool = False
+    rehearse: bool = False
     engine: Engine | None = None
     config: Callable[[dict[str, Any], R], dict[str, Any]] | None = None
     beside: tuple[Path, ...] = ()
@@ -274,12 +275,16 @@ def _write(
         todo = [shard for shard in shards if shard.name not in finished]
         needed = plan.bytes_needed(todo)
         _check_room(output, needed)
-        scans = operation.find_nonfinite or operation.find_violation
+        scans = operation.find_nonfinite or operation.find_violation or operation.rehearse
         size = sum(shard.header.file_bytes for shard in todo)
         bar = _Bar((1 + scans) * size, progress)
         if scans:
             for shard in todo:
-                _scan(operation, shard, bar.part(shard.header.file_bytes))
+                part = bar.part(shard.header.file_bytes)
+                if operation.rehearse:
+                    plan.run(shard, None, part)
+                else:
+                    _scan(operation, shard, part)
         if is_new:
             _make_folder(output)
             stack.enter_context(_lock(output))

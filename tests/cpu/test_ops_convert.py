@@ -400,6 +400,25 @@ def test_a_plain_file_is_refused(tmp_path: Path, format: str) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_all_shards_are_checked_before_anything_is_written(tmp_path: Path) -> None:
+    codes = naive_prune(normal(1, (8, 64), deviation=1.0)).astype(DTYPES["F8_E4M3"])
+    one = np.ones(1, np.float32)
+    for number, (last, scale, words) in enumerate(
+        [
+            (np.ones_like(codes), one, "more than two nonzeros at row 0, group 0"),
+            (codes, one * np.float32(np.nan), r"scale nan at \[0\]"),
+        ]
+    ):
+        shards: list[dict[str, Array]] = [
+            {"a.weight": codes, "a.weight_scale": one},
+            {"b.weight": last, "b.weight_scale": scale},
+        ]
+        model = write_checkpoint(tmp_path / f"{number}", shards)
+        with pytest.raises(BadInputError, match=words):
+            convert_checkpoint(model, tmp_path / "out", format=SP24)
+        assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("format", [FP8, BITMASK])
 def test_scales_of_several_kinds_stop_before_anything_is_written(
     tmp_path: Path, format: str
