@@ -17,6 +17,7 @@ from sp24cli.checkpoint.names import Selection
 from sp24cli.checkpoint.reader import SafetensorsFile
 from sp24cli.errors import BadInputError
 from sp24cli.formats.scales import (
+    CheckpointFiles,
     Siblings,
     WeightScale,
     candidates,
@@ -176,8 +177,8 @@ def input_files(*paths: Path | None) -> tuple[Path, ...]:
     )
 
 
-def shard_paths(source: Path) -> tuple[Path, ...]:
+def shard_paths(source: Path) -> CheckpointFiles:
     """The files of a checkpoint, to be the ``siblings`` of each; none for a single file."""
     if not is_checkpoint(source):
-        return ()
-    return tuple(shard.path for shard in open_checkpoint(source).shards)
+        return CheckpointFiles()
+    return CheckpointFiles(shard.path for shard in open_checkpoint(source).shards)

@@ -50,7 +50,7 @@ class WeightScale:
     block: tuple[int, int]
 
     def values(self) -> Array:
-        """float32 (float64 for F64) [scales along N, along K]; finite.
+        """float32 (float64 for F64) [scales along N, along K], a copy; finite.
 
         Raises:
             BadInputError: a scale that is NaN, infinite or negative, with its place.
@@ -65,6 +65,10 @@ class WeightScale:
                 f"{_where(self.file, self.entry)}: scale {value} at {place} "
                 "is not finite and positive"
             )
+        if wide is stored:
+            wide = stored.copy()
+        # A file of a checkpoint stays open while the weights of all others are read.
+        self.file.drop_cache(self.entry.name)
         return wide.reshape(
             *(-(-n // side) for n, side in zip(self.shape, self.block, strict=True))
         )
@@ -126,10 +130,26 @@ def is_fp8_weight(entry: TensorEntry) -> bool:
     return entry.dtype in FP8_DTYPES and len(entry.shape) == 2 and 0 not in entry.shape
 
 
+class CheckpointFiles(tuple[Path, ...]):
+    """The paths of a checkpoint's files, each of which is opened once, when it is first needed."""
+
+    @cached_property
+    def _opened(self) -> dict[Path, SafetensorsFile]:
+        return {}
+
+    def open(self, path: Path) -> SafetensorsFile:
+        """One of the files, for all who ask. Raises `BadInputError` for one that is malformed."""
+        file = self._opened.get(path)
+        if file is None:
+            file = self._opened[path] = SafetensorsFile(path)
+        return file
+
+
 class Siblings(Closing):
     """The other files of a checkpoint, opened when one of them is needed.
 
-    ``paths`` are all of its files; that of ``path`` itself is left out.
+    ``paths`` are all of its files; that of ``path`` itself is left out. Those of
+    `CheckpointFiles` stay open, for the next of them has nearly the same siblings.
     """
 
     def __init__(self, path: Path, paths: Sequence[Path] = ()) -> None:
@@ -143,11 +163,10 @@ class Siblings(Closing):
     @cached_property
     def files(self) -> tuple[SafetensorsFile, ...]:
         """Raises `BadInputError` for one that is malformed."""
-        return tuple(
-            self._stack.enter_context(SafetensorsFile(path))
-            for path in self._paths
-            if not path.samefile(self._path)
-        )
+        others = [path for path in self._paths if not path.samefile(self._path)]
+        if isinstance(self._paths, CheckpointFiles):
+            return tuple(self._paths.open(path) for path in others)
+        return tuple(self._stack.enter_context(SafetensorsFile(path)) for path in others)
 
     def close(self) -> None:
         self._stack.close()

@@ -20,6 +20,7 @@ import pytest
 
 import sp24cli
 from sp24cli.checkpoint.folder import JOURNAL_NAME
+from sp24cli.checkpoint.reader import SafetensorsFile
 from sp24cli.checkpoint.writer import StreamingWriter
 from sp24cli.cli.main import run
 from sp24cli.errors import BadInputError, Sp24Error
@@ -271,6 +272,33 @@ def test_a_scale_in_another_shard_is_found(tmp_path: Path) -> None:
     prune_checkpoint(model, tmp_path / "plain")
     assert tensors_of(tmp_path / "plain")[name].tobytes() == codes.tobytes()
     assert tensors_of(tmp_path / "plain")[f"{name}_scale"].tobytes() == scale.tobytes()
+
+
+def test_headers_are_not_read_anew_for_each_of_many_shards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where scales may lie in any shard, each looks at all others."""
+    opened: list[str] = []
+    plain = SafetensorsFile.__init__
+
+    def init(file: SafetensorsFile, path: Path) -> None:
+        opened.append(os.fspath(path))
+        plain(file, path)
+
+    monkeypatch.setattr(SafetensorsFile, "__init__", init)
+    most = []
+    for count in (3, 12):
+        shards = []
+        for i in range(count):
+            codes = normal(i, (8, 16), "F8_E4M3", deviation=30)
+            scale = np.full((8, 1), 2.0**-10, np.float32)
+            shards.append({f"l.{i}.weight": codes, f"l.{(i + 1) % count}.weight_scale": scale})
+        model = write_checkpoint(tmp_path / f"model{count}", shards)
+        opened.clear()
+        unpack_checkpoint(model, tmp_path / f"dense{count}")
+        mine = [path for path in opened if f"model{count}" in path]
+        most.append(max(mine.count(path) for path in mine))
+    assert most[0] == most[1]
 
 
 # --- snapshots -------------------------------------------------------------------------------
