@@ -9,8 +9,8 @@ config.json and stored twice, and an FP8 weight whose scale lies in another shar
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -96,6 +96,10 @@ def make_checkpoint(folder: Path, width: int = 4096) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) not in (2, 3):
-        sys.exit("usage: make_checkpoint.py FOLDER [WIDTH]")
-    make_checkpoint(Path(sys.argv[1]), *(int(width) for width in sys.argv[2:]))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("width", type=int, nargs="?", default=4096)
+    options = parser.parse_args()
+    make_checkpoint(options.folder, options.width)

@@ -327,7 +327,7 @@ class Chooser(Closing):
         what, shape = ("norms", (k,)) if self.choice.method == "wanda" else ("a Hessian", (k, k))
         where = tensor_label(file, entry.name)
         if found.dtype not in DENSE_DTYPES:
-            raise BadInputError(f"{where}: {found.dtype} are no {what} (F64, F32, F16 or BF16)")
+            raise BadInputError(f"{where}: is {found.dtype}, not {what} (F64, F32, F16 or BF16)")
         if found.shape != shape:
             raise BadInputError(
                 f"{where}: {what} of a weight {list(entry.shape)} must be {list(shape)}, "
