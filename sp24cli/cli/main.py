@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -65,6 +66,11 @@ def main(args: Sequence[str] | None = None) -> None:
         # A name that the terminal's encoding lacks is escaped, not a crash.
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
+    # A scheduler's or a closed terminal's way to end it: as Ctrl-C, so that nothing is left behind.
+    for name in ("SIGTERM", "SIGHUP"):
+        number = getattr(signal, name, None)
+        if number is not None and signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, signal.default_int_handler)
     sys.exit(run(args))
 
 

@@ -246,19 +246,20 @@ def interrupted(self, name, data):
     write(self, name, data)
     parts.append(name)
     if len(parts) == 2:
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.NAME)
 StreamingWriter.write = interrupted
 main()
 """
 
 
-def test_an_interrupted_run_leaves_nothing_behind(tmp_path: Path) -> None:
-    """SIGINT between two parts of the output: exit 130, no output, no temporary file."""
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_an_interrupted_run_leaves_nothing_behind(tmp_path: Path, name: str) -> None:
+    """A signal between two parts of the output: exit 130, no output, no temporary file."""
     weight = np.tile(normal(1, (64, 1024), "BF16"), (64, 1))
     source = save(tmp_path / "in", {"a.weight": weight, "b.weight": weight})
     process = subprocess.run(
-        [sys.executable, "-c", _INTERRUPTED, "quantize", str(source), "-o", str(tmp_path / "out"),
-         "--scale", "vector", "--prune", "-q"],
+        [sys.executable, "-c", _INTERRUPTED.replace("NAME", name), "quantize", str(source),
+         "-o", str(tmp_path / "out"), "--scale", "vector", "--prune", "-q"],
         env=ENVIRONMENT, stderr=subprocess.PIPE, text=True, timeout=60,
     )  # fmt: skip
     assert process.returncode == 130
