@@ -144,7 +144,7 @@ def left_quantized(tensors: Sequence[Skipped], *, quiet: bool) -> None:
     if count:
         log(
             f"sp24: note: {count} FP8 tensors were left as they are; --dequantize-fp8 bf16 takes "
-            "those that have a scale",
+            "them, if each has its scale",
             quiet=quiet,
         )
 
