@@ -33,8 +33,9 @@ $(VENV)/.stamp: pyproject.toml
 demo: $(ENV) ## download a small real model; prune, quantize and verify all of its linear weights
 	PY="$(PY)" SP24="$(SP24)" bash samples/demo.sh demo
 
-test: $(ENV) ## the tests that need no GPU, JOBS=4 at a time
-	$(ALONGSIDE) $(PY) -m pytest tests/cpu -q $(if $(JOBS),--numprocesses=$(JOBS))
+test: JOBS ?= auto
+test: $(ENV) ## the tests that need no GPU, JOBS=4 at a time, or one a core
+	$(ALONGSIDE) $(PY) -m pytest tests/cpu -q --numprocesses=$(JOBS)
 
 lint: $(ENV) ## ruff and mypy
 	$(PY) -m ruff check .

@@ -195,7 +195,9 @@ def test_powers_of_two_of_a_plain_weight_multiply_in_the_type(dtype: Any) -> Non
     of_row = np.repeat(stored[plain][:, None], k // 32, axis=1)
     packed = PackedMatrix(info, values, meta, None, of_row.view(ml_dtypes.float8_e8m0fnu))
     got = widened(packed, dtype).reshape(m, -1, 4)[:, :, :2].reshape(m, 256).T
-    want = np.array([[rounded(Fraction(v), dtype) for v in row] for row in np.nan_to_num(product)])
+    # Of 62,000 products some thousands differ.
+    distinct, of = np.unique(np.nan_to_num(product), return_inverse=True)
+    want = np.array([rounded(Fraction(v), dtype) for v in distinct])[of].reshape(product.shape)
     number = ~np.isnan(code[:, 0])
     assert np.array_equal(got[number].astype(np.float64), want[number].astype(np.float64))
     assert np.isnan(got[~number].astype(np.float64)).all() and np.isfinite(want.astype(float)).all()
