@@ -84,3 +84,10 @@ def unpack(
             f"sp24: note: {count} FP8 weights without a scale were left as they are, as {first}",
             quiet=quiet,
         )
+    if report.not_finite:
+        count, first = len(report.not_finite), report.not_finite[0]
+        console.log(
+            f"sp24: warning: {count} weights have infinite values or NaN now, as {first}: in what "
+            "was packed, or beyond their dtype",
+            quiet=quiet,
+        )

@@ -22,6 +22,7 @@ from sp24cli.ops.report import scale_text
 from sp24cli.ops.stream import Meter, Progress, bands, default_workers, map_bands
 from sp24cli.ops.unpack import DENSE_TYPES, UnpackedTensor, UnpackReport
 from sp24cli.optypes import BLOCK_ROWS
+from sp24cli.sparsity import find_nonfinite
 
 
 def is_foreign(source: Path) -> bool:
@@ -88,13 +89,18 @@ def dequantize_file(
         meter = Meter(sum(entry.nbytes for entry in file.header.entries), progress)
         metadata = {"format": "pt", **user_metadata(file.metadata)}
         with open_sink(output, entries, metadata, source=source, overwrite=overwrite) as sink:
+            not_finite = []
             for weight in found:
                 rows, columns = weight.report.shape
                 ranges = bands(rows, columns, multiple=weight.row_step)
-                for rows_of_it in map_bands(weight.rows, ranges, columns, workers):
+                all_finite = True
+                for rows_of_it, finite in map_bands(weight.checked_rows, ranges, columns, workers):
                     sink.write(weight.report.name, rows_of_it)
+                    all_finite &= finite
                     for part in weight.parts:
                         file.drop_cache(part)
+                if not all_finite:
+                    not_finite.append(weight.report.name)
                 meter.add(sum(file.entry(part).nbytes for part in weight.parts))
             for entry in others:
                 copy_tensor(file, entry.name, sink, meter)
@@ -104,6 +110,7 @@ def dequantize_file(
             tensors=tuple(weight.report for weight in found),
             copied=len(others),
             without_scale=tuple(entry.name for entry in others if is_fp8_weight(entry)),
+            not_finite=tuple(not_finite),
             output_bytes=sink.header.file_bytes,
         )
 
@@ -117,6 +124,11 @@ class _Weight:
     parts: tuple[str, ...]
     row_step: int
     rows: Callable[[int, int], Array]
+
+    def checked_rows(self, start: int, stop: int) -> tuple[Array, bool]:
+        """Rows, and whether all of them are finite."""
+        dense = self.rows(start, stop)
+        return dense, find_nonfinite(dense) is None
 
 
 def _bitmasks(foreign: ForeignFile, dtype: str | None) -> Iterator[_Weight]:

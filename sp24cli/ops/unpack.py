@@ -14,6 +14,7 @@ from sp24cli.ops.plan import Sink, copy_tensor, open_sink, tensor_label
 from sp24cli.ops.report import document, scale_text
 from sp24cli.ops.stream import Meter, Progress, bands, default_workers, map_bands
 from sp24cli.packed import check_band, check_parts
+from sp24cli.sparsity import find_nonfinite
 
 #: What a dense weight can become, by the name a user gives: safetensors dtypes.
 DENSE_TYPES = {"bf16": "BF16", "f16": "F16", "f32": "F32"}
@@ -33,13 +34,15 @@ class UnpackedTensor:
 @dataclass(frozen=True)
 class UnpackReport:
     """What `unpack_file` did; ``copied`` counts the tensors that were passed through,
-    ``without_scale`` names those of them that are weights in FP8."""
+    ``without_scale`` names those of them that are weights in FP8. ``not_finite`` names the weights
+    that have infinite values or NaN now: from what was packed, or beyond their dtype."""
 
     source: str
     output: str
     tensors: tuple[UnpackedTensor, ...]
     copied: int
     without_scale: tuple[str, ...]
+    not_finite: tuple[str, ...]
     output_bytes: int
 
     def to_json(self) -> dict[str, Any]:
@@ -100,6 +103,7 @@ def unpack_file(
             overwrite=overwrite,
             stacks=packed.stacks,
         ) as sink:
+            not_finite = []
             for tensor in tensors:
                 if codes and packed.packed[tensor.name].optype.scaled:
                     copy_tensor(file, f"{tensor.name}_scale", sink, meter)
@@ -107,7 +111,8 @@ def unpack_file(
                     copy_tensor(file, f"{tensor.name}_smooth", sink, meter)
                 if packed.packed[tensor.name].permuted:
                     copy_tensor(file, f"{tensor.name}_perm", sink, meter)
-                _unpack_tensor(packed, tensor, sink, codes, workers)
+                if not _unpack_tensor(packed, tensor, sink, codes, workers):
+                    not_finite.append(tensor.name)
                 meter.add(
                     sum(
                         file.entry(f"{tensor.name}_{part}").nbytes
@@ -123,6 +128,7 @@ def unpack_file(
             tensors=tuple(tensors),
             copied=len(packed.others),
             without_scale=(),
+            not_finite=tuple(not_finite),
             output_bytes=sink.header.file_bytes,
         )
 
@@ -137,7 +143,8 @@ def _target_dtype(source: str, operand: str, dtype: str | None, codes: bool) -> 
 
 def _unpack_tensor(
     packed: PackedFile, tensor: UnpackedTensor, sink: Sink, codes: bool, workers: int
-) -> None:
+) -> bool:
+    """Whether all that was written is finite; codes are what they are."""
     matrix = packed.load(tensor.name)
 
     def refuse(fault: str | None) -> None:
@@ -148,13 +155,18 @@ def _unpack_tensor(
     rows, columns = matrix.shape
     dtype = DTYPES[tensor.dtype].numpy
 
-    def unpack(start: int, stop: int) -> Array:
+    def unpack(start: int, stop: int) -> tuple[Array, bool]:
         refuse(check_band(matrix, slice(start, stop)))
         band = matrix.rows(slice(start, stop))
-        return band.original_order(band.codes()) if codes else band.restore(dtype)
+        if codes:
+            return band.original_order(band.codes()), True
+        dense = band.restore(dtype)
+        return dense, find_nonfinite(dense) is None
 
-    for dense in map_bands(
-        unpack, bands(rows, columns, multiple=matrix.row_step), columns, workers
-    ):
+    ranges = bands(rows, columns, multiple=matrix.row_step)
+    all_finite = True
+    for dense, finite in map_bands(unpack, ranges, columns, workers):
         sink.write(tensor.name, dense)
+        all_finite &= finite
         packed.drop_cache(tensor.name)
+    return all_finite

@@ -182,6 +182,36 @@ def test_unpack_takes_fp8(fp8: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "is not a packed file" in error(capsys)
 
 
+@pytest.mark.parametrize("fault", ["beyond float16", "NaN", "none"])
+def test_unpack_tells_of_what_is_not_finite(
+    fault: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of FP8 of another tool and of our own packing alike, and only where there is any."""
+    codes = normal(5, (64, 64), deviation=100).astype(DTYPES["F8_E4M3"])
+    codes[40, 8] = np.nan if fault == "NaN" else 448
+    scale = np.full((1,), 256 if fault == "beyond float16" else 0.01, np.float32)
+    source = save(tmp_path / "fp8", {"a.weight": codes, "a.weight_scale": scale})
+    output = tmp_path / "out"
+    assert run(["unpack", str(source), "-o", str(output), "--dtype", "f16"]) == 0
+    told = (
+        "warning: 1 weights have infinite values or NaN now, as a.weight" in capsys.readouterr().err
+    )
+    assert told == (fault != "none")
+    assert told != np.isfinite(load(output)[0]["a.weight"]).all()
+
+    dense = normal(5, (64, 64), "F32")
+    dense[40] *= 1e9 if fault == "beyond float16" else 1
+    source, packed = save(tmp_path / "dense", {"a.weight": dense}), tmp_path / "packed"
+    how = ["--scale", "vector", "--prune", "--overflow", "nan"]
+    assert run(["quantize", str(source), "-o", str(packed), *how]) == 0
+    assert run(["unpack", str(packed), "-o", str(output), "--force", "--dtype", "f16"]) == 0
+    told = (
+        "warning: 1 weights have infinite values or NaN now, as a.weight" in capsys.readouterr().err
+    )
+    assert told == (fault == "beyond float16")
+    assert told != np.isfinite(load(output)[0]["a.weight"]).all()
+
+
 def test_what_is_no_fp8_weight_with_a_scale_is_copied(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
