@@ -14,7 +14,7 @@ from sp24cli.bench.candidates import Operands, Ours, Role
 from sp24cli.bench.instrument import DeviceTimer, Instrument
 from sp24cli.bench.judge import Judge, again, raise_if_wrong
 from sp24cli.bench.plan import BenchPlan, Case, plan_shapes
-from sp24cli.bench.rates import Shape, a_bytes, b_bytes, d_bytes
+from sp24cli.bench.rates import Shape
 from sp24cli.bench.result import Environment, Failure, Figure, Progress, Row
 from sp24cli.bench.run import environment, open_libraries, timed_row
 from sp24cli.bench.rungs import NOTES, PRODUCTION, PRODUCTION_CHANGED
@@ -259,10 +259,9 @@ def _rung_row(entry: RungEntry, row: Row) -> RungRow:
 
 
 def _slots(device: Device, case: Case) -> int:
-    optype = operand_type(case.type)
-    inputs = a_bytes(case.shape, optype, sparse=True) + b_bytes(case.shape, optype)
-    output = d_bytes(case.shape, case.out)
-    return rotation(inputs, output, device.l2_bytes, device.mem_bytes // 8).slots
+    return rotation(
+        case.input_bytes, case.output_bytes, device.l2_bytes, device.mem_bytes // 8
+    ).slots
 
 
 def _weights(operands: Operands, packed: PackedMatrix, stack: ExitStack) -> list[gpu.RungWeight]:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from sp24cli.activations import Tokens, quantize_tokens
 from sp24cli.bench.problem import load_activations, random_tokens, random_weight
-from sp24cli.bench.rates import Shape
+from sp24cli.bench.rates import Shape, a_bytes, b_bytes, d_bytes
 from sp24cli.bench.statistics import Settings
 from sp24cli.checkpoint.packedfile import PackedFile
 from sp24cli.errors import BadInputError, Sp24Error
@@ -54,6 +54,17 @@ class Case:
     @property
     def operands(self) -> Operands:
         return OPERANDS[self.type]
+
+    @property
+    def input_bytes(self) -> int:
+        """What one product reads: packed A and B."""
+        return a_bytes(self.shape, self.operands.a, sparse=True) + b_bytes(
+            self.shape, self.operands.b
+        )
+
+    @property
+    def output_bytes(self) -> int:
+        return d_bytes(self.shape, self.out)
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from sp24cli.bench.ceiling import copy_bandwidth, wgmma_ceilings
 from sp24cli.bench.instrument import DeviceTimer, Instrument, Measurement, Timing
 from sp24cli.bench.judge import Judge, WeightChecks, again, raise_if_wrong
 from sp24cli.bench.plan import BenchPlan, Case
-from sp24cli.bench.rates import a_bytes, b_bytes, d_bytes, rates
+from sp24cli.bench.rates import rates
 from sp24cli.bench.result import (
     BenchResult,
     CaseResult,
@@ -175,9 +175,7 @@ def _run_case(bench: _Bench, case: Case, tell: Progress) -> CaseResult:
     tell("making operands")
     packed, tokens = case.load()
     types = case.operands
-    input_bytes = a_bytes(case.shape, types.a, sparse=True) + b_bytes(case.shape, types.b)
-    output_bytes = d_bytes(case.shape, case.out)
-    turn = rotation(input_bytes, output_bytes, device.l2_bytes, device.mem_bytes // 8)
+    turn = rotation(case.input_bytes, case.output_bytes, device.l2_bytes, device.mem_bytes // 8)
     with ExitStack() as stack:
         operands = Operands(device, case.shape, packed, tokens, types, case.out, turn.slots)
         stack.callback(operands.free)
@@ -240,7 +238,7 @@ def _run_case(bench: _Bench, case: Case, tell: Progress) -> CaseResult:
         case.weight,
         case.activations,
         turn.slots,
-        input_bytes,
+        case.input_bytes,
         turn.past_l2,
         judge.how,
         checks,

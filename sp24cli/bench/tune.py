@@ -14,7 +14,6 @@ from sp24cli.bench.candidates import Operands, Ours
 from sp24cli.bench.check import result_values, tolerance
 from sp24cli.bench.instrument import DeviceTimer, Instrument
 from sp24cli.bench.plan import BenchPlan, Case
-from sp24cli.bench.rates import a_bytes, b_bytes, d_bytes
 from sp24cli.bench.report import align, significant
 from sp24cli.bench.result import Failure, Progress, failed, interrupted, mean_and_least
 from sp24cli.bench.statistics import rotation
@@ -112,9 +111,7 @@ def _tuned(
     """Times every kernel that may be the fastest, and the one that ``selector`` chooses."""
     packed, tokens = case.load()
     types, shape = case.operands, case.shape
-    input_bytes = a_bytes(shape, types.a, sparse=True) + b_bytes(shape, types.b)
-    output_bytes = d_bytes(shape, case.out)
-    turn = rotation(input_bytes, output_bytes, device.l2_bytes, device.mem_bytes // 8)
+    turn = rotation(case.input_bytes, case.output_bytes, device.l2_bytes, device.mem_bytes // 8)
     with ExitStack() as stack:
         operands = Operands(device, shape, packed, tokens, types, case.out, turn.slots)
         stack.callback(operands.free)

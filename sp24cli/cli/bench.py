@@ -16,7 +16,7 @@ import click
 from tqdm import tqdm
 
 from sp24cli.cli import climb, console
-from sp24cli.cli.options import quiet_option, workers_option
+from sp24cli.cli.options import quiet_option, seed_option, workers_option
 from sp24cli.errors import Interrupted, Sp24Error, VerificationError
 
 if TYPE_CHECKING:
@@ -166,13 +166,7 @@ def _file_option(name: str, what: str) -> Callable[[Any], Any]:
     metavar="PERCENT",
     help="Median deviation above which a figure is marked doubtful.",
 )
-@click.option(
-    "--seed",
-    type=click.IntRange(min=0),
-    default=24,
-    show_default=True,
-    help="Seed of the random data.",
-)
+@seed_option(24, "Seed of the random data.")
 @click.option(
     "--ceiling",
     is_flag=True,

@@ -18,6 +18,13 @@ def source_argument(metavar: str = "IN") -> Callable[[_Command], _Command]:
     return click.argument("source", metavar=metavar, type=PATH)
 
 
+def seed_option(default: int, text: str) -> Callable[[_Command], _Command]:
+    # NumPy takes no negative seed.
+    return click.option(
+        "--seed", type=click.IntRange(min=0), default=default, show_default=True, help=text
+    )
+
+
 def selection_options(command: _Command) -> _Command:
     for option in (
         click.option(

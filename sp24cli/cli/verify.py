@@ -7,7 +7,14 @@ from pathlib import Path
 import click
 
 from sp24cli.cli import console
-from sp24cli.cli.options import PATH, json_option, quiet_option, source_argument, workers_option
+from sp24cli.cli.options import (
+    PATH,
+    json_option,
+    quiet_option,
+    seed_option,
+    source_argument,
+    workers_option,
+)
 from sp24cli.errors import VerificationError
 from sp24cli.ops.engine import DeviceChoice
 from sp24cli.verify import NumericsResult, TensorVerdict, VerifyReport, verify_file
@@ -41,13 +48,7 @@ from sp24cli.verify import NumericsResult, TensorVerdict, VerifyReport, verify_f
     show_default=True,
     help="Where the products run; auto takes a Hopper GPU when there is one.",
 )
-@click.option(
-    "--seed",
-    type=click.IntRange(min=0),
-    default=0,
-    show_default=True,
-    help="Of the activations.",
-)
+@seed_option(0, "Of the activations.")
 @workers_option
 @json_option
 @quiet_option
