@@ -28,8 +28,8 @@ import subprocess
 import sys
 import sysconfig
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT.parent))
@@ -37,8 +37,7 @@ sys.path.insert(0, str(ROOT.parent))
 from sp24cli.kernels import manifest  # noqa: E402
 
 
-@dataclass(frozen=True)
-class Instruction:
+class Instruction(NamedTuple):
     address: int
     predicate: str
     opcode: str
@@ -88,12 +87,12 @@ class Flow:
         self.next: list[set[int]] = []
         for i, ins in enumerate(code):
             follow = set()
-            jump = re.match(r"(?:BRA|CALL|JMP|WARPSYNC)", ins.opcode)
+            jump = ins.opcode.startswith(("BRA", "CALL", "JMP", "WARPSYNC"))
             target = re.search(r"0x([0-9a-f]+)$", ins.operands) if jump else None
             if target and int(target[1], 16) in at:
                 follow.add(at[int(target[1], 16)])
             ends = ins.opcode in ("EXIT", "RET") or (
-                ins.opcode == "BRA" and not ins.predicate and re.match(r"0x", ins.operands)
+                ins.opcode == "BRA" and not ins.predicate and ins.operands.startswith("0x")
             )
             falls_through = not ends or (ins.opcode == "EXIT" and ins.predicate)
             if falls_through and i + 1 < len(code):
@@ -154,7 +153,7 @@ def overwritten_metadata(flow: Flow) -> list[str]:
     """Each write to a register of a sparse wgmma in `read_late` before the wait that covers it."""
     faults = []
     for start, gmma in enumerate(flow.code):
-        if not re.match(r"[HQI]GMMA\.SP", gmma.opcode):
+        if not gmma.opcode.startswith(("HGMMA.SP", "QGMMA.SP", "IGMMA.SP")):
             continue
         late = read_late(gmma)
         # A group is committed by its last wgmma, the one that names gsb0. The walk carries how many
@@ -169,7 +168,7 @@ def overwritten_metadata(flow: Flow) -> list[str]:
             seen.add(state)
             i, groups = state
             ins = flow.code[i]
-            if re.match(r"[HQI]GMMA", ins.opcode):
+            if ins.opcode.startswith(("HGMMA", "QGMMA", "IGMMA")):
                 if "gsb0" in ins.operands:
                     groups = min(groups + 1, 8)
             elif ins.opcode.startswith("WARPGROUP.DEPBAR"):
