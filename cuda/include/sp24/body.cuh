@@ -1,4 +1,4 @@
-// The body of every GEMM kernel: one warp that copies, warpgroups that multiply, a ring of stages
+// The body of every GEMM kernel: two threads that copy, warpgroups that multiply, a ring of stages
 // between them, and a persistent walk over the tiles of D. cuda/README.md draws it.
 #pragma once
 #include <cuda.h>
@@ -69,8 +69,7 @@ __device__ __forceinline__ int rows_of_b(const GemmArgs& args, int n0) {
 }
 
 // One thread. Asks for one block along K of a tile's rows of B, for all of the cluster that work on the
-// same part of K: each CTA for its share of a whole tile, or all rows of the last column's by one of them
-// in turn.
+// same part of K: each CTA for its box of a whole tile, or one in turn for all rows of the last column's.
 template <class Config>
 __device__ __forceinline__ void fetch_b(const MapsB& maps, uint32_t to, int block, int n0, int rows_b,
                                         uint32_t m_rank, int part, uint32_t full, uint64_t policy) {
@@ -80,10 +79,9 @@ __device__ __forceinline__ void fetch_b(const MapsB& maps, uint32_t to, int bloc
     ptx::tensor_copy(to, whole ? &maps.whole : &maps.last, x, n0, full, policy);
   } else {
     const uint16_t ctas = ((1 << Config::kCluster) - 1) << part * Config::kCluster;
-    const int share = m_rank * Config::kBoxRowsB;
+    const int box = m_rank * Config::kBoxRowsB;
     if (whole)
-      ptx::tensor_copy_multicast(to + share * kRowBytesB, &maps.whole, x, n0 + share, full, ctas,
-                                 policy);
+      ptx::tensor_copy_multicast(to + box * kRowBytesB, &maps.whole, x, n0 + box, full, ctas, policy);
     else if (block % Config::kCluster == m_rank)
       ptx::tensor_copy_multicast(to, &maps.last, x, n0, full, ctas, policy);
   }
@@ -92,9 +90,8 @@ __device__ __forceinline__ void fetch_b(const MapsB& maps, uint32_t to, int bloc
 // One thread. Asks for A of the first round of the ring, while the kernel before may still run: of
 // what it leaves behind A is no part (a weight is uploaded and done before it is used).
 //
-// Order. Nothing has used these stages before, so there is no `empty` to wait for, and `produce` leaves
-// their A alone. It is no matter which comes first, this or what `produce`, here or in another CTA,
-// brings of B: a phase of `full` ends once it has both its arrival, which is the one here, and all bytes.
+// Order. Nothing has used these stages before, so there is no `empty` to wait for, and `produce_a` leaves
+// them alone.
 template <class Config>
 __device__ __forceinline__ void fill_first_round(const GemmArgs& args, uint32_t shared,
                                                  uint32_t m_rank, int part) {
@@ -111,8 +108,28 @@ __device__ __forceinline__ void fill_first_round(const GemmArgs& args, uint32_t 
   }
 }
 
-// One thread. Fills stages: the tile's blocks of A for this CTA, and this CTA's share of B for
-// all of the cluster that work on the same part of K.
+// One thread. Brings B's maps near, and a B that all CTAs will read at once into L2, a box a CTA, or each
+// box would be asked for by every one of them while it is still on its way from memory.
+//
+// Order. The kernel before may still be writing B: its stores go through the same L2, and nothing is
+// read from there before it has ended.
+template <class Config>
+__device__ __forceinline__ void prefetch_b(const MapsB& maps, const GemmArgs& args) {
+  if (args.n >= Config::kTileN) ptx::prefetch_tensor_map(&maps.whole);
+  if (args.n % Config::kTileN) ptx::prefetch_tensor_map(&maps.last);
+  const int whole = args.n / Config::kTileN * Config::kCluster;
+  const int boxes_n = whole + (args.n % Config::kTileN > 0);
+  const int boxes = args.k_blocks * boxes_n;
+  if (boxes > kPrefetchBoxes * gridDim.x) return;
+  for (int box = blockIdx.x; box < boxes; box += gridDim.x) {
+    const int k = box / boxes_n, of_k = box - k * boxes_n;
+    ptx::tensor_prefetch(of_k < whole ? &maps.whole : &maps.last, k * kRowBytesB,
+                         of_k * Config::kBoxRowsB);
+  }
+}
+
+// Fills stages, by two threads: one asks for the tile's blocks of A for this CTA, and says how many bytes a
+// stage will hold, the other for its boxes of B, for all of the cluster that work on the same part of K.
 //
 // Order. A stage is written again only after empty[stage] has completed, that is after every
 // consumer of every CTA that the write reaches has arrived there: each of its warps, when it has waited
@@ -122,51 +139,59 @@ __device__ __forceinline__ void fill_first_round(const GemmArgs& args, uint32_t 
 // - B is also written for the other CTAs of the cluster, and there read by wgmma alone. A wgmma that
 //   has been waited for has read its operands, so nothing is left to order: the arrivals at other
 //   CTAs are relaxed. (A release at cluster scope would be a MEMBAR.ALL.GPU in the loop.)
-// The bytes are published by the copies' complete_tx on full[stage], which consumers acquire.
+// The bytes are published by the copies' complete_tx on full[stage], which consumers acquire. It is no
+// matter which thread, here or in another CTA, comes first: a phase of `full` ends once it has both its
+// arrival, which is that of the thread of A, and all bytes.
 template <class Config>
-__device__ __forceinline__ void produce(const MapsB& maps, const GemmArgs& args,
-                                        uint32_t shared, uint32_t m_rank, int part) {
+__device__ __forceinline__ void produce_a(const GemmArgs& args, uint32_t shared, uint32_t m_rank,
+                                          int part) {
   using Shared = typename Config::Shared;
   Ring<Config::kStages> ring;
   Schedule<Config> schedule(args);
   const KShare<Config> share(args, part);
-  const uint64_t policy_a = ptx::l2_policy(args.read_once & 1);
-  const uint64_t policy_b = ptx::l2_policy(args.read_once & 2);
-  ptx::wait_for_prerequisites();  // B is read from here on
-  // A B that all CTAs will read at once is brought into L2 first, a box a CTA, or each box would be
-  // asked for by every one of them while it is still on its way from memory.
-  const int whole = args.n / Config::kTileN * Config::kCluster;
-  const int boxes_n = whole + (args.n % Config::kTileN > 0);
-  const int boxes = args.k_blocks * boxes_n;
-  if (boxes <= kPrefetchBoxes * gridDim.x)
-    for (int box = blockIdx.x; box < boxes; box += gridDim.x) {
-      const int k = box / boxes_n, share = box - k * boxes_n;
-      ptx::tensor_prefetch(share < whole ? &maps.whole : &maps.last, k * kRowBytesB,
-                           share * Config::kBoxRowsB);
-    }
-  // Stages that are left of the first round.
+  const uint64_t policy = ptx::l2_policy(args.read_once & 1);
+  // Stages of the first round that are asked for already.
   const int stages = (share.blocks + Config::kStageBlocks - 1) / Config::kStageBlocks;
   int first_round = Config::kFillsEarly ? min(stages, Config::kStages) : 0;
   for (int m0, n0; schedule.next(m_rank, m0, n0);) {
     BlocksA<Config> blocks(args, m0, share.first + first_round * Config::kStageBlocks);
-    const int end = share.first + share.blocks, rows_b = rows_of_b<Config>(args, n0);
+    const int rows_b = rows_of_b<Config>(args, n0);
 #pragma unroll 1
-    for (int k = share.first; k < end; k += Config::kStageBlocks) {
-      const int count = blocks_of_stage<Config>(end - k);
+    for (int left = share.blocks; left > 0; left -= Config::kStageBlocks) {
       if (first_round > 0) {
         --first_round;
       } else {
         // The first round finds the barrier fresh: the phase before its first counts as complete.
         ptx::mbarrier_wait(shared + offsetof(Shared, empty) + ring.stage * 8, ring.parity ^ 1);
-        blocks.fill(shared, ring.stage, count, rows_b, policy_a);
+        blocks.fill(shared, ring.stage, blocks_of_stage<Config>(left), rows_b, policy);
       }
+      ring.advance();
+    }
+  }
+}
+
+template <class Config>
+__device__ __forceinline__ void produce_b(const MapsB& maps, const GemmArgs& args, uint32_t shared,
+                                          uint32_t m_rank, int part) {
+  using Shared = typename Config::Shared;
+  Ring<Config::kStages> ring;
+  Schedule<Config> schedule(args);
+  const KShare<Config> share(args, part);
+  const uint64_t policy = ptx::l2_policy(args.read_once & 2);
+  ptx::wait_for_prerequisites();  // B is read from here on
+  for (int m0, n0; schedule.next(m_rank, m0, n0);) {
+    const int end = share.first + share.blocks, rows_b = rows_of_b<Config>(args, n0);
+#pragma unroll 1
+    for (int k = share.first; k < end; k += Config::kStageBlocks) {
+      const int count = blocks_of_stage<Config>(end - k);
+      ptx::mbarrier_wait(shared + offsetof(Shared, empty) + ring.stage * 8, ring.parity ^ 1);
       const uint32_t full = shared + offsetof(Shared, full) + ring.stage * 8;
 #pragma unroll
       for (int j = 0; j < Config::kStageBlocks; ++j) {
         if (j >= count) break;
         const uint32_t to = shared + offsetof(Shared, b) +
                             (ring.stage * Config::kStageBlocks + j) * Config::kTileN * kRowBytesB;
-        fetch_b<Config>(maps, to, k + j, n0, rows_b, m_rank, part, full, policy_b);
+        fetch_b<Config>(maps, to, k + j, n0, rows_b, m_rank, part, full, policy);
       }
       ring.advance();
     }
@@ -288,9 +313,9 @@ __device__ __forceinline__ void gemm(const MapsB& maps, const GemmArgs& args) {
                            Config::kExchangeReleases);
       }
     ptx::fence_mbarrier_init();
-    if (args.n >= Config::kTileN) ptx::prefetch_tensor_map(&maps.whole);
-    if (args.n % Config::kTileN) ptx::prefetch_tensor_map(&maps.last);
+    if constexpr (Config::kFillsEarly) fill_first_round<Config>(args, shared, m_rank, part);
   }
+  if (warp == 1 && ptx::elect_one()) prefetch_b<Config>(maps, args);
   // No CTA may copy into, or arrive at, another's shared memory before its barriers stand.
   if constexpr (Config::kClusterCtas > 1)
     ptx::cluster_sync_barriers();
@@ -302,10 +327,9 @@ __device__ __forceinline__ void gemm(const MapsB& maps, const GemmArgs& args) {
   if (warp >= 4 * Config::kConsumers) {
     ptx::set_registers_down<Config::kProducerRegisters>();
     if (warp == 4 * Config::kConsumers && ptx::elect_one())
-      produce<Config>(maps, args, shared, m_rank, part);
-    if constexpr (Config::kFillsEarly)
-      if (warp == 4 * Config::kConsumers + 3 && ptx::elect_one())
-        fill_first_round<Config>(args, shared, m_rank, part);
+      produce_a<Config>(args, shared, m_rank, part);
+    if (warp == 4 * Config::kConsumers + 3 && ptx::elect_one())
+      produce_b<Config>(maps, args, shared, m_rank, part);
     if constexpr (Config::kScaledInLoop) {
       if (warp == 4 * Config::kConsumers + 1) load_scales<Config, true>(args, shared, m_rank);
       if (warp == 4 * Config::kConsumers + 2) load_scales<Config, false>(args, shared, m_rank);

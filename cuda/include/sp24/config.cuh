@@ -89,7 +89,7 @@ struct GemmConfig {
   static constexpr int kExchangeReleases = 4 * kArrivingLanes * (kSplit - 1);
   // Whether chunks of D are turned through shared memory: see Store16 and store_32bit.
   static constexpr bool kTurned = kOrder == Order::nm;
-  static constexpr int kBoxRowsB = kTileN / kCluster;  // rows of B that one CTA fetches
+  static constexpr int kBoxRowsB = kTileN / kCluster;  // rows of a whole tile's B that one CTA fetches
 
   // Promoted sums: units of a stage, and the slot of scales that each has.
   static constexpr bool kScaledInLoop = Accumulate::kScales != LoopScales::none;

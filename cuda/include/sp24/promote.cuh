@@ -63,7 +63,7 @@ struct PromotedSum {
   // Order, of one warpgroup. A group of wgmmas is waited for, by "all but the newest are done", before
   // its partial accumulators are read, and they are read before they are multiplied into again, which
   // the fence before every group orders. A stage is released after X and Y of it have been waited for
-  // and added, and so after its scales have arrived in registers: so `produce`'s conditions hold.
+  // and added, and so after its scales have arrived in registers: so `produce_a`'s conditions hold.
   // Scales, and the next stage's metadata, are read while wgmmas run: beside them a load of shared memory
   // takes long. The tensor core reads a stage's words of metadata until its wgmmas are done: `keep`, behind
   // the wait that proves it, is there so that no other word gets their registers; check.py proves that on

@@ -27,7 +27,7 @@ struct Ring {
 // With kGathers the first warp waits for stages and gives them back for all four: the wgmmas of wide
 // tiles fill the port of shared memory, and each access beside them lengthens the loop. Else every warp
 // does for itself. Lane c of a warp that gives back arrives at the barrier of the CTA at place c along
-// M: see `produce` for the two kinds of arrival.
+// M: see `produce_a` for the two kinds of arrival.
 //
 // Order (kGathers). `has_read` gathers the warps behind their reads of a stage, `has_landed` sends them
 // on once the first has acquired its bytes. A warp that only arrives at a barrier must not come to it

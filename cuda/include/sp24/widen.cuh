@@ -135,7 +135,7 @@ struct Widener {
 // One warpgroup: 64 rows of the tile, over one part of K. As `consume`, but that a stage's A is read by
 // loads, and multiplied from registers.
 //
-// Order. The loads are those of metadata, in `produce`'s proof: done before a warp gives the stage back,
+// Order. The loads are those of metadata, in `produce_a`'s proof: done before a warp gives the stage back,
 // for their results have been multiplied by then, or are never used. The tensor core reads the fragments
 // and the metadata of a block while its wgmmas run: they have been waited for when the registers are
 // written again, two blocks later, since each block begins once the one before the last is over. ptxas
