@@ -297,7 +297,7 @@ class TestShown:
         assert list(lines) == ["0", "1", "2+a_from_registers", "3", "4"]
         assert re.match(r" 0 baseline +\d+\.\d+ +0\.\d+ +671 +\d+% ", lines["0"])
         assert re.search(r"\+25\.0% +x1\.25 .*\+25\.0% +x1\.25 +759 +\+13\.0% ", lines["1"])
-        assert lines["4"].endswith("the kernel that sp24 chooses for the shape: launches overlap")
+        assert lines["4"].endswith("launches overlap, two threads copy")
         assert ladderview.LEGEND in text
         assert "every rung verified in every element (float64 product by numpy)" in text
 
