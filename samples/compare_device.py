@@ -4,9 +4,9 @@
 
 Whole commands on a file of one bf16 weight (4096x8192 and 28672x8192 unless told otherwise), which
 lies in the page cache: read, converted, written, flushed to the disk. Best of five, turn and turn
-about; the files of both are compared byte for byte. Beside each stands the time in which the output's
-bytes alone are written and flushed in that folder, which no device makes shorter. `--folder` in memory
-(/dev/shm) leaves the disk out.
+about; the files of both are compared byte for byte. Beside each stands the time in which the
+output's bytes alone are written and flushed in that folder, which no device makes shorter.
+`--folder` in memory (/dev/shm) leaves the disk out.
 
 Then the kernels alone, on the whole weight in the GPU's memory, with the bytes that they move: the
 dense weight once (and, pruned, back), or values and metadata.

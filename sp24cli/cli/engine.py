@@ -16,8 +16,8 @@ device_option = click.option(
     default="cpu",
     show_default=True,
     help="Where the work is done; auto takes a Hopper GPU when there is one. The bytes are the "
-    "same. --method sparsegpt, --permute, --calibrate, --amax-history and --smooth work on the "
-    "CPU alone.",
+    "same. --method sparsegpt, --permute, --calibrate, --amax-history and --smooth are the CPU's "
+    "work with either.",
 )
 
 
@@ -28,22 +28,20 @@ def open_engine(
 ) -> Engine | None:
     """The GPU as the operations know it, None for the CPU.
 
+    What a GPU does not do the operations leave to the CPU, and report. "auto" takes no GPU for a
+    choice of which it would do nothing.
+
     Raises:
-        click.UsageError: "cuda" for a choice that works on the CPU alone.
         NoGpuError: "cuda", and there is no usable Hopper GPU.
     """
     calibration = calibration or Calibration()
-    cpu_only = {
-        f"--method {choice.method}": choice.method == "sparsegpt",
-        "--permute": choice.permute,
-        "--amax-history": calibration.history is not None,
-        f"--calibrate {calibration.rule.method}": calibration.rule != AMAX,
-        "--smooth": calibration.activations is not None,
-    }
-    for option, given in cpu_only.items():
-        if given and device == "cuda":
-            raise click.UsageError(f"{option} works on the CPU: leave out --device cuda")
-    if device == "cpu" or any(cpu_only.values()):
+    cpu_only = (
+        choice.method == "sparsegpt"
+        or choice.permute
+        or calibration.rule != AMAX
+        or calibration.activations is not None
+    )
+    if device == "cpu" or (device == "auto" and cpu_only):
         return None
     try:
         # Late: CUDA is loaded for those alone who use it.

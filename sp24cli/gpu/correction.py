@@ -3,8 +3,8 @@
 A Gaussian process over the logarithm of measured by modelled time, for each shape of kernel (tile,
 warpgroups, cluster, parts of K, CTAs an SM; all operand and output types together, since stages are
 alike in bytes). Of a problem's kernels it is what sets them apart from one another that counts: a
-card that is slower than the model for all of them alike says nothing of which is the fastest, nor of
-a kernel that was not timed. Where nothing alike was measured it tends to no correction.
+card that is slower than the model for all of them alike says nothing of which is the fastest, nor
+of a kernel that was not timed. Where nothing alike was measured it tends to no correction.
 """
 
 from __future__ import annotations

@@ -43,17 +43,17 @@ _EARLY_COLUMNS = 128
 class Constants:
     """Nanoseconds, and bytes a nanosecond.
 
-    ``port`` is a row of 128 bytes of B for a warpgroup, ``a_rows`` how many of these its A is like;
-    a full chip runs slower by ``throttle``, relative. ``warpgroup`` is a step of one warpgroup
-    whatever its tile, ``widen`` the conversion of its weights, ``issue`` the least that a step takes
-    the thread that asks for A. ``piece`` is a column of a piece of
-    K whose sum is promoted, ``scale`` one of a piece whose scales differ. ``l2`` and ``dram`` are
-    rates. ``launch`` is a launch, ``late`` what it takes longer if its CTAs find no SM before the
-    launch before has ended, ``several`` if they have several narrow tiles each (these launches do
-    not overlap), ``wide`` if they have wide tiles, which do not ask for A early. ``latency`` is the
+    ``port`` is a row of 128 bytes of B for a warpgroup, ``a_rows`` how many of these its A is
+    like; a full chip runs slower by ``throttle``, relative. ``warpgroup`` is a step of one
+    warpgroup whatever its tile, ``widen`` the conversion of its weights, ``issue`` what the
+    thread that asks for A takes for one at least. ``piece`` is a column of a piece of K whose sum
+    is promoted, ``scale`` one of a piece whose scales differ. ``l2`` and ``dram`` are rates.
+    ``launch`` is a launch, ``late`` what it takes longer if its CTAs find no SM before the launch
+    before has ended, ``several`` if they have several narrow tiles each (these launches do not
+    overlap), ``wide`` if they have wide tiles, which do not ask for A early. ``latency`` is the
     first stage's. ``column`` is a column of a warpgroup's rows at a tile's end; of a tile split
-    over K ``exchange`` and, for each column that is sent, ``sent``. ``sum_time`` and ``sum_memory``
-    are the exponents of the smooth maxima: of steps and memory, of L2 and DRAM.
+    over K ``exchange`` and, for each column that is sent, ``sent``. ``sum_time`` and
+    ``sum_memory`` are the exponents of the smooth maxima: of steps and memory, of L2 and DRAM.
     """
 
     port: float = 0.5821

@@ -549,22 +549,48 @@ def test_conversion_on_a_gpu_that_is_not_there(
 
 
 @pytest.mark.parametrize(
-    ("command", "option"),
+    "command",
     [
-        (["prune", "--method", "sparsegpt", "--hessians", "h"], "--method sparsegpt"),
-        (["prune", "--permute"], "--permute"),
-        (["quantize", "--scale", "vector", "--prune", "--permute"], "--permute"),
-        (["quantize", "--scale", "vector", "--calibrate", "mse"], "--calibrate mse"),
-        (["quantize", "--scale", "tensor", "--amax-history", "h"], "--amax-history"),
-        (["quantize", "--scale", "vector", "--smooth", "s"], "--smooth"),
+        ["prune", "--method", "sparsegpt", "--hessians", "HESSIANS"],
+        ["prune", "--permute"],
+        ["quantize", "--scale", "vector", "--prune", "--permute"],
+        ["quantize", "--scale", "vector", "--prune", "--calibrate", "mse"],
+        ["quantize", "--scale", "tensor", "--prune", "--amax-history", "HISTORY"],
+        ["quantize", "--scale", "vector", "--prune", "--smooth", "AMAX"],
     ],
+    ids=["sparsegpt", "permute", "quantize-permute", "calibrate", "history", "smooth"],
 )
-def test_what_works_on_the_cpu_alone_is_refused_on_a_gpu(
-    model: Path, capsys: pytest.CaptureFixture[str], command: list[str], option: str
+def test_what_a_gpu_does_not_do_is_left_to_the_cpu(
+    model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    command: list[str],
 ) -> None:
-    assert run([*command, str(model), "-o", str(model) + "2", "--device", "cuda"]) == 2
-    line = one_line(capsys.readouterr().err)
-    assert f"{option} works on the CPU: leave out --device cuda" in line
+    made = made_manifest()
+    monkeypatch.setattr(manifest, "load", lambda: made)
+    device = ConvertDevice()
+    monkeypatch.setattr(sp24cli.gpu.device.Device, "open", staticmethod(lambda: device))
+    side = tmp_path / "side.safetensors"
+    tensors = {}
+    for name, k in (("a.weight", 64), ("b.weight", 36)):
+        x = normal(4, (k, 2 * k))
+        if "HESSIANS" in command:
+            tensors[name] = x @ x.T
+        elif "HISTORY" in command:
+            tensors[name] = np.float32([2.0, 3.0])
+        else:
+            tensors[name] = np.abs(x).max(axis=1)
+    save(side, tensors)
+    words = [str(side) if word.isupper() else word for word in command]
+    outputs = []
+    for where in ("cuda", "cpu"):
+        output = tmp_path / f"{where}.safetensors"
+        assert run([*words, str(model), "-o", str(output), "--device", where]) == 0
+        outputs.append(output.read_bytes())
+        said = capsys.readouterr().out
+        assert ("\nran on Simulated H200, but 2 tensors on the CPU\n" in said) == (where == "cuda")
+    assert outputs[0] == outputs[1]
 
 
 def test_the_gpu_that_did_the_work_is_named(
