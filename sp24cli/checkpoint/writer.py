@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import os
 import secrets
 import shutil
@@ -18,6 +19,11 @@ import numpy.typing as npt
 from sp24cli.checkpoint import header
 from sp24cli.checkpoint.header import DTYPES, PathLike, TensorSpec, label, quote
 from sp24cli.errors import Sp24Error
+
+try:
+    import fcntl
+except ImportError:  # Windows: what a killed process leaves stays there
+    fcntl = None  # type: ignore[assignment]
 
 #: How the hidden file is called until it is complete; killed, a process leaves it.
 TEMP_PREFIX = ".sp24-"
@@ -56,8 +62,9 @@ class StreamingWriter:
 
     Tensors may come in any order, each whole or in row blocks from the first row on. Data lies
     in the library's order, so the same tensors give the same bytes however they came. Until
-    the end all is in a hidden file beside the output, which goes when the block fails. The
-    output's mode follows the umask.
+    the end all is in a hidden file beside the output, which goes when the block fails; that of a
+    process that was killed goes when the same output is written again. The output's mode follows
+    the umask.
 
     Args:
         path: the output. A symbolic link is followed.
@@ -99,22 +106,27 @@ class StreamingWriter:
         self._written = dict.fromkeys(self.header.by_name, 0)
         self._target = os.path.realpath(path)
         self._folder = os.path.dirname(self._target)
+        of_output = hashlib.sha256(os.fsencode(os.path.basename(self._target))).hexdigest()[:8]
+        self._temp_prefix = f"{TEMP_PREFIX}{of_output}-"
         self._temp: str | None = None
         self._file: BinaryIO | None = None
         self._flusher = ThreadPoolExecutor(1)
         self._flush: Future[None] | None = None
         self._unflushed = 0
         self._check_output()
+        self._remove_abandoned()
         self._check_room(self.header.file_bytes + scratch_bytes)
 
     def __enter__(self) -> StreamingWriter:
-        self._temp = os.path.join(self._folder, f"{TEMP_PREFIX}{secrets.token_hex(8)}{TEMP_SUFFIX}")
+        name = f"{self._temp_prefix}{secrets.token_hex(8)}{TEMP_SUFFIX}"
+        self._temp = os.path.join(self._folder, name)
         try:
             # os.open, not tempfile, whose files are closed to all but their owner.
             descriptor = os.open(
                 self._temp, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666
             )
             self._file = open(descriptor, "r+b", buffering=0)
+            _lock(descriptor)
             self._put(0, memoryview(self._prefix))
         except OSError as error:
             self._discard()
@@ -227,6 +239,23 @@ class StreamingWriter:
         self._flush = self._flusher.submit(sync, self._file.fileno())
         self._unflushed = 0
 
+    def _remove_abandoned(self) -> None:
+        """Remove what killed processes left of this output: hidden files that none holds locked."""
+        names: list[str] = []
+        with contextlib.suppress(OSError):
+            names = os.listdir(self._folder)
+        for name in names:
+            if not (name.startswith(self._temp_prefix) and name.endswith(TEMP_SUFFIX)):
+                continue
+            path = os.path.join(self._folder, name)
+            with contextlib.suppress(OSError):
+                descriptor = os.open(path, os.O_RDWR)
+                try:
+                    if _lock(descriptor):
+                        os.unlink(path)
+                finally:
+                    os.close(descriptor)
+
     def _check_output(self) -> None:
         check_output(self.path, forbid=self._forbid, overwrite=self._overwrite)
 
@@ -239,6 +268,18 @@ class StreamingWriter:
             raise Sp24Error(
                 f"{self._where}: needs {needed} bytes, but {label(self._folder)} has {free} free"
             )
+
+
+def _lock(descriptor: int) -> bool:
+    """Lock a file until it is closed, however that comes; False where another process holds it, or
+    the system has no such locks."""
+    if fcntl is None:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def _sync_folder(folder: str) -> None:

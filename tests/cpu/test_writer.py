@@ -6,7 +6,10 @@ import collections
 import errno
 import os
 import resource
+import signal
 import stat
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +22,7 @@ import pytest
 from safetensors import TensorSpec, deserialize, serialize_file
 
 from sp24cli.checkpoint import writer
+from sp24cli.checkpoint.folder import is_leftover
 from sp24cli.checkpoint.header import DTYPES
 from sp24cli.checkpoint.reader import SafetensorsFile
 from sp24cli.checkpoint.writer import StreamingWriter, check_output
@@ -402,6 +406,33 @@ def test_input_is_never_the_output(
         save(output, overwrite=True, forbid=[tmp_path / "absent", given])
     assert source.read_bytes() == before
     assert not [name for name in listing(tmp_path) if name.endswith(".tmp")]
+
+
+def test_what_a_killed_process_left_goes_with_the_next_output_of_that_name(tmp_path: Path) -> None:
+    killed = (
+        "import os, signal, sys; from sp24cli.checkpoint.writer import StreamingWriter\n"
+        "with StreamingWriter(sys.argv[1], [('x', 'F32', (4, 3))], {}):\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    for name in ("one", "one", "two"):
+        done = subprocess.run([sys.executable, "-c", killed, str(tmp_path / name)], check=False)
+        assert done.returncode == -signal.SIGKILL
+    # The second run of the first output has removed what that one left.
+    left = listing(tmp_path)
+    assert len(left) == 2
+    assert all(is_leftover(name) for name in left)
+    # One that is still being written stays.
+    with StreamingWriter(tmp_path / "one", [ENTRY], {}) as out:
+        (mine,) = set(listing(tmp_path)) - set(left)
+        assert len(listing(tmp_path)) == 2
+        save(tmp_path / "one")
+        assert mine in listing(tmp_path)
+        (tmp_path / "one").unlink()
+        out.write("x", X)
+    (of_two,) = set(listing(tmp_path)) - {"one"}
+    assert of_two in left
+    save(tmp_path / "two")
+    assert listing(tmp_path) == ["one", "two"]
 
 
 def test_input_swapped_in_meanwhile_is_not_replaced(tmp_path: Path) -> None:
