@@ -30,7 +30,8 @@ from sp24cli.ops import unpack_checkpoint
 @click.option(
     "--codes",
     is_flag=True,
-    help="Write the codes as they are (X.weight in F8_E4M3) with their X.weight_scale.",
+    help="Write the codes as they are (X.weight in F8_E4M3) with their X.weight_scale; sp24 "
+    "convert makes a checkpoint that other tools load, with its config.json.",
 )
 @workers_option
 @json_option
