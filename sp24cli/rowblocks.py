@@ -6,9 +6,16 @@ order: so what is added up over pieces is the same whoever computed them.
 
 from __future__ import annotations
 
+import math
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -18,8 +25,21 @@ R = TypeVar("R")
 TILE_ELEMENTS = 1 << 19
 #: Most elements one worker takes at a time.
 PIECE_ELEMENTS = 1 << 22
+_HELD = threading.local()
 #: Pieces of a matrix too small for as many of the largest, so that workers can share it.
 _LEAST_PIECES = 8
+
+
+def scratch(name: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
+    """This thread's memory of that name, with whatever is in it, until it asks for it again.
+
+    Memory that is handed back after every tile the system clears for the next, page by page.
+    """
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    held: dict[str, Array] = _HELD.__dict__
+    if name not in held or held[name].size < size:
+        held[name] = np.empty(size, np.uint8)
+    return held[name][:size].view(dtype).reshape(shape)
 
 
 def row_slices(rows: int, step: int) -> list[slice]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from sp24cli.bits import Array, NumberType, contiguous_bits, magnitudes, number_type, widen
 from sp24cli.errors import BadInputError
-from sp24cli.rowblocks import pieces, row_slices, run, tiles
+from sp24cli.rowblocks import pieces, row_slices, run, scratch, tiles
 
 #: Neighbours along K of which two are kept.
 GROUP = 4
@@ -57,14 +57,10 @@ def prune_24(dense: Array, *, out: Array | None = None, workers: int = 1) -> Arr
 
     def piece(r: slice) -> None:
         part, into = source[r], target[r]
-        # Made once for all tiles of a shape.
-        magnitude = np.empty((0, 0), kind.unsigned)
-        beats = np.empty((3, 0), np.bool_)
         for tile in tiles(*part.shape):
             bits = contiguous_bits(part[tile])
-            if magnitude.shape != bits.shape:
-                magnitude = np.empty_like(bits)
-                beats = np.empty((3, bits.size), np.bool_)
+            magnitude = scratch("magnitude", bits.shape, bits.dtype)
+            beats = scratch("beats", (3, bits.size), np.bool_)
             keep = _keep(magnitudes(bits, kind, out=magnitude), beats).reshape(bits.shape)
             np.multiply(bits, keep, out=into[tile])
 
@@ -187,16 +183,14 @@ def patch_energies(values: Array, factors: Array | None = None) -> Array:
     by_row = np.zeros((patches[0], patches[1] * PATCH_COLUMNS))
     step = PATCH_ROWS * max(1, _SUM_ELEMENTS // (PATCH_ROWS * max(1, min(cols, TILE_COLUMNS))))
     wide: Array | None = None
-    squares = np.empty(0)
     # Of a signalling NaN the cast would warn.
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         for r in row_slices(rows, step):
             for c in row_slices(cols, TILE_COLUMNS):
                 tile = values[r, c]
-                if squares.shape != tile.shape:
-                    squares = np.empty(tile.shape)
-                    if values.itemsize < 4:
-                        wide = np.empty(tile.shape, np.float32)
+                squares = scratch("squares", tile.shape, np.float64)
+                if values.itemsize < 4:
+                    wide = scratch("wide", tile.shape, np.float32)
                 # Cast first, then compute: a ufunc that casts as it goes is several times slower.
                 np.copyto(squares, widen(tile, out=wide))
                 if factors is not None:

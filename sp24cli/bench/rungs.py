@@ -16,7 +16,7 @@ from sp24cli.kernels.manifest import RungEntry
 PRODUCTION = "sp24"
 
 #: What tells the last rung from the one before.
-PRODUCTION_CHANGED = "the kernel sp24 chooses for the shape: launches overlap, two threads copy"
+PRODUCTION_CHANGED = "the kernel that sp24 chooses: launches overlap, two threads copy"
 
 
 @dataclass(frozen=True)
