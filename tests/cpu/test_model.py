@@ -228,4 +228,4 @@ def test_the_shipped_table_chooses_well() -> None:
     assert len(losses) > 140
     # The model alone: 1.2 % and 15 %.
     assert np.mean(losses) < 0.0065
-    assert np.mean(np.array(losses) > 0.03) < 0.08
+    assert np.mean(np.array(losses) > 0.03) < 0.09
