@@ -25,9 +25,11 @@ R = TypeVar("R")
 TILE_ELEMENTS = 1 << 19
 #: Most elements one worker takes at a time.
 PIECE_ELEMENTS = 1 << 22
-_HELD = threading.local()
 #: Pieces of a matrix too small for as many of the largest, so that workers can share it.
 _LEAST_PIECES = 8
+
+#: What `scratch` gave each thread, by name.
+_HELD = threading.local()
 
 
 def scratch(name: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:

@@ -18,12 +18,8 @@ import numpy.typing as npt
 
 from sp24cli.checkpoint import header
 from sp24cli.checkpoint.header import DTYPES, PathLike, TensorSpec, label, quote
+from sp24cli.checkpoint.locking import lock
 from sp24cli.errors import Sp24Error
-
-try:
-    import fcntl
-except ImportError:  # Windows: what a killed process leaves stays there
-    fcntl = None  # type: ignore[assignment]
 
 #: How the hidden file is called until it is complete; killed, a process leaves it.
 TEMP_PREFIX = ".sp24-"
@@ -60,11 +56,11 @@ def check_output(
 class StreamingWriter:
     """Writes one safetensors file in a ``with`` block; the file appears when the block ends.
 
-    Tensors may come in any order, each whole or in row blocks from the first row on. Data lies
-    in the library's order, so the same tensors give the same bytes however they came. Until
-    the end all is in a hidden file beside the output, which goes when the block fails; that of a
-    process that was killed goes when the same output is written again. The output's mode follows
-    the umask.
+    Tensors may come in any order, each whole or in row blocks from the first row on. Data lies in
+    the library's order, so the same tensors give the same bytes however they came. Until the end
+    all is in a hidden file beside the output, which goes when the block fails; that of a process
+    that was killed goes, where there are locks, when the same output is written again. The
+    output's mode follows the umask.
 
     Args:
         path: the output. A symbolic link is followed.
@@ -126,7 +122,7 @@ class StreamingWriter:
                 self._temp, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666
             )
             self._file = open(descriptor, "r+b", buffering=0)
-            _lock(descriptor)
+            lock(descriptor)
             self._put(0, memoryview(self._prefix))
         except OSError as error:
             self._discard()
@@ -251,7 +247,7 @@ class StreamingWriter:
             with contextlib.suppress(OSError):
                 descriptor = os.open(path, os.O_RDWR)
                 try:
-                    if _lock(descriptor):
+                    if lock(descriptor):
                         os.unlink(path)
                 finally:
                     os.close(descriptor)
@@ -268,18 +264,6 @@ class StreamingWriter:
             raise Sp24Error(
                 f"{self._where}: needs {needed} bytes, but {label(self._folder)} has {free} free"
             )
-
-
-def _lock(descriptor: int) -> bool:
-    """Lock a file until it is closed, however that comes; False where another process holds it, or
-    the system has no such locks."""
-    if fcntl is None:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
 
 
 def _sync_folder(folder: str) -> None:

@@ -23,8 +23,8 @@ Array = npt.NDArray[Any]
 
 #: Over what problems are alike: octaves of cluster rows, of columns of tiles, of steps, of rounds
 #: and of the share of the places that are taken; columns of padding by those of a tile; and whether
-#: more than half of the SMs are busy. These and the next were chosen by cross-validation over what
-#: `samples/fit_model.py` reads.
+#: more than half of the SMs' room is taken. These and the next were chosen by cross-validation over
+#: what `samples/fit_model.py` reads.
 _ALIKE = np.array([2.5, 2.6, 1.5, 2.3, 0.5, 0.8, 1.2])
 
 #: Deviations, relative: of a kernel from the model beside others, of the mean of that, and of a

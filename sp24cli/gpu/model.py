@@ -194,11 +194,11 @@ def times_us(at: Points, c: Constants = H200) -> Array:
     sent = at.consumers * at.tile_n * (1 - 1 / at.split)
     compute = at.steps * step + end + (at.split > 1) * c.exchange + c.sent * sent
 
-    # Every round but the last finds all SMs busy; the last has what is left.
     mean_rows = at.n / at.cols
     l2 = at.steps * at.split * (at.step_a + 128 * mean_rows) / c.l2
     dram = (at.a + at.b + at.d) / at.tiles / c.dram
     read = _most([l2, dram], c.sum_memory)
+    # Every round but the last fills all places; the last has what is left.
     full = (rounds - 1) * _most([compute, at.places * read], c.sum_time)
     last = _most([compute, c.latency + (at.tiles - (rounds - 1) * at.places) * read], c.sum_time)
 

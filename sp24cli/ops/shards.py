@@ -8,7 +8,6 @@ folder says what is done, and a run with ``resume`` goes on from there.
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import shutil
@@ -18,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-from sp24cli.checkpoint import index
+from sp24cli.checkpoint import index, locking
 from sp24cli.checkpoint.folder import (
     JOURNAL_NAME,
     OTHER_WEIGHTS,
@@ -537,9 +536,7 @@ def _make_folder(output: Path) -> None:
 @contextlib.contextmanager
 def _lock(folder: Path) -> Iterator[None]:
     """Keep other runs out of ``folder``; the system lets go of it with the process."""
-    try:
-        import fcntl
-    except ImportError:
+    if not locking.AVAILABLE:
         yield
         return
     try:
@@ -547,12 +544,8 @@ def _lock(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise Sp24Error(f"{label(folder)}: cannot be read: {error.strerror}") from error
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            # Some network file systems have no locks.
-            if error.errno in (errno.EAGAIN, errno.EACCES):
-                raise Sp24Error(f"{label(folder)}: another run is writing here") from error
+        if locking.lock(descriptor) is False:
+            raise Sp24Error(f"{label(folder)}: another run is writing here")
         yield
     finally:
         os.close(descriptor)

@@ -71,15 +71,19 @@ def test_ours_alone(device, order, type_name, scale, out):
     assert not device.buffers, "device memory leaked"
 
 
-def test_an_interrupted_run_keeps_what_it_has(device, monkeypatch):
+def fail_at_48_tokens(monkeypatch, error):
     random_tokens = plan.random_tokens
 
-    def interrupt(n, *rest):
+    def make(n, *rest):
         if n == 48:
-            raise KeyboardInterrupt
+            raise error
         return random_tokens(n, *rest)
 
-    monkeypatch.setattr(plan, "random_tokens", interrupt)
+    monkeypatch.setattr(plan, "random_tokens", make)
+
+
+def test_an_interrupted_run_keeps_what_it_has(device, monkeypatch):
+    fail_at_48_tokens(monkeypatch, KeyboardInterrupt)
     result = run(device, [Shape(128, n, 256) for n in (16, 32, 48, 64)])
     assert [case.shape.n for case in result.cases] == [16, 32]
     (failure,) = result.failures
@@ -90,14 +94,7 @@ def test_an_interrupted_run_keeps_what_it_has(device, monkeypatch):
 
 
 def test_a_case_without_memory_does_not_take_the_others_along(device, monkeypatch):
-    random_tokens = plan.random_tokens
-
-    def allocate(n, *rest):
-        if n == 48:
-            raise MemoryError
-        return random_tokens(n, *rest)
-
-    monkeypatch.setattr(plan, "random_tokens", allocate)
+    fail_at_48_tokens(monkeypatch, MemoryError)
     result = run(device, [Shape(128, n, 256) for n in (16, 48, 64)])
     assert [case.shape.n for case in result.cases] == [16, 64]
     (failure,) = result.failures

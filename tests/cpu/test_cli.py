@@ -548,6 +548,11 @@ def test_conversion_on_a_gpu_that_is_not_there(
     assert document(capsys)["device"] == "cpu"
 
 
+WANDA = [
+    "quantize", "--scale", "vector", "--prune", "--method", "wanda", "--activation-norms", "AMAX",
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "command",
     [
@@ -557,8 +562,19 @@ def test_conversion_on_a_gpu_that_is_not_there(
         ["quantize", "--scale", "vector", "--prune", "--calibrate", "mse"],
         ["quantize", "--scale", "tensor", "--prune", "--amax-history", "HISTORY"],
         ["quantize", "--scale", "vector", "--prune", "--smooth", "AMAX"],
+        [*WANDA, "--permute"],
+        [*WANDA, "--smooth", "AMAX"],
     ],
-    ids=["sparsegpt", "permute", "quantize-permute", "calibrate", "history", "smooth"],
+    ids=[
+        "sparsegpt",
+        "permute",
+        "quantize-permute",
+        "calibrate",
+        "history",
+        "smooth",
+        "wanda-permute",
+        "wanda-smooth",
+    ],
 )
 def test_what_a_gpu_does_not_do_is_left_to_the_cpu(
     model: Path,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from sp24cli.gpu.correction import Correction
-from sp24cli.gpu.model import H200, Constants, Points, times_us
+from sp24cli.gpu.model import H200, Constants, Points, residents, times_us
 from sp24cli.gpu.select import candidates
 from sp24cli.kernels import choices, manifest
 from sp24cli.kernels.choices import Measured, Problem
@@ -92,6 +92,33 @@ def test_a_round_that_is_partly_filled_reads_less() -> None:
     one, more = us(entry, 132 * 128, 8, 1024, dram), us(entry, 198 * 128, 8, 1024, dram)
     # 1.5 times the bytes of A and D, and B once.
     assert more == pytest.approx(1.5 * one, rel=1e-3)
+
+
+def test_full_rounds_and_the_last_are_limited_each_by_what_sets_its_pace() -> None:
+    # 0.5 us of compute a tile; a round of 132 tiles reads for 1.32 us, one tile for 0.01.
+    entry = kernel(8, 1)
+    one_tile = us(entry, 128, 8, 1024, replace(FREE, l2=1.0))
+    both = replace(FREE, warpgroup=500 / 8 / 2, l2=one_tile * 1000 / 10)
+    assert us(entry, 132 * 128, 8, 1024, both) == pytest.approx(1.32, rel=0.02)
+    assert us(entry, 133 * 128, 8, 1024, both) == pytest.approx(1.32 + 0.5, rel=0.02)
+
+
+def test_no_step_is_shorter_than_the_thread_that_asks_for_it() -> None:
+    issue = replace(FREE, issue=100.0)
+    assert us(kernel(8, 1), 128, 8, 1024, issue) == pytest.approx(8 * 100 / 1000)
+    assert us(kernel(8, 1), 128, 8, 1024, replace(issue, warpgroup=200.0)) == pytest.approx(
+        8 * 400 / 1000, rel=0.01
+    )
+
+
+def test_two_ctas_of_a_small_kernel_share_an_sm() -> None:
+    by_stages = {e.stages: e for e in candidates("e4m3", "bf16", "nm") if e.consumers == 1}
+    assert {stages: residents(e) for stages, e in by_stages.items()} == {14: 2, 22: 1, 30: 1}
+    wgmma = replace(FREE, warpgroup=1000.0)
+    # Clusters of two parts of K on 132 SMs: 66 places, or twice as many.
+    for stages, places in ((30, 66), (14, 132)):
+        one = us(by_stages[stages], places * 64, 16, 256, wgmma)
+        assert us(by_stages[stages], (places + 1) * 64, 16, 256, wgmma) == pytest.approx(2 * one)
 
 
 def test_clusters_read_their_a_and_the_rows_of_b_that_there_are() -> None:

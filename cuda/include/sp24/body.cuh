@@ -91,7 +91,8 @@ __device__ __forceinline__ void fetch_b(const MapsB& maps, uint32_t to, int bloc
 // what it leaves behind A is no part (a weight is uploaded and done before it is used).
 //
 // Order. Nothing has used these stages before, so there is no `empty` to wait for, and `produce_a` leaves
-// them alone.
+// them alone. The barriers are this CTA's own, and this thread has initialised them, behind the fence that
+// shows them to the copies: so neither the CTA's other threads nor the cluster need be waited for.
 template <class Config>
 __device__ __forceinline__ void fill_first_round(const GemmArgs& args, uint32_t shared,
                                                  uint32_t m_rank, int part) {
@@ -170,6 +171,7 @@ __device__ __forceinline__ void produce_a(const GemmArgs& args, uint32_t shared,
   }
 }
 
+// The thread of B.
 template <class Config>
 __device__ __forceinline__ void produce_b(const MapsB& maps, const GemmArgs& args, uint32_t shared,
                                           uint32_t m_rank, int part) {
