@@ -272,6 +272,44 @@ def test_launches_that_overlap_change_no_bit(
             assert np.array_equal(device.download(out, np.uint8, (out.nbytes,)), want)
 
 
+CHAINED = [
+    e
+    for e in ENTRIES
+    if e.order == "nm" and e.out_type == OPERANDS[e.type].b.name.replace("tf32", "f32")
+]
+
+
+@pytest.mark.parametrize("entry", CHAINED, ids=lambda e: e.name)
+def test_a_launch_reads_what_the_one_before_has_written(
+    device: Device, entry: manifest.Entry
+) -> None:
+    """D of a launch is B of the next, in a graph whose launches overlap."""
+    n, k = entry.tile_n, 1088
+    problem = problems.normal(entry.type, k, n, k, weight_scale(entry))
+    types = OPERANDS[entry.type]
+    weight = problems.upload(device, problem.packed, entry.type)
+    plan = weight.plan(n, entry.out_type, entry.order, entry.name, types=types)
+    x = device.upload(padded_rows(problem.x, weight.multiplied).view(np.uint8))
+    dtype = OUT_DTYPES[entry.out_type]
+    outs = [device.alloc(n * k * np.dtype(dtype).itemsize) for _ in range(12)]
+    want = []
+    for source, out in zip([x, *outs], outs, strict=False):
+        plan.enqueue(source, k, out)
+        want.append(device.download(out, dtype, (n, k)))
+    assert np.isfinite(want[-1].astype(np.float64)).all() and want[-1].any()
+    for out in outs:
+        device.memset(out, 0xFF)
+
+    def enqueue() -> None:
+        for source, out in zip([x, *outs], outs, strict=False):
+            plan.enqueue(source, k, out)
+
+    device.synchronize()
+    device.capture(enqueue).launch()
+    for out, right in zip(outs, want, strict=True):
+        assert device.download(out, dtype, (n, k)).tobytes() == right.tobytes()
+
+
 @pytest.mark.parametrize(
     "entry", [e for e in ENTRIES if e.accumulate == "s32"], ids=lambda e: e.name
 )
