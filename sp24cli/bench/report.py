@@ -117,7 +117,7 @@ def comma_separated(result: BenchResult) -> str:
 def kernel_list(kernels: Manifest) -> str:
     """The GEMM kernels of the package, one a line."""
     head = ("kernel", "A", "B", "sum", "out", "order", "sums", "tile", "cluster", "split", "stages",
-            "threads", "shared", "registers")  # fmt: skip
+            "blocks", "threads", "shared", "registers")  # fmt: skip
     rows = [
         (
             e.name,
@@ -131,6 +131,7 @@ def kernel_list(kernels: Manifest) -> str:
             str(e.cluster),
             str(e.split),
             str(e.stages),
+            str(e.stage_blocks),
             str(e.threads),
             str(e.smem_bytes),
             str(e.registers),

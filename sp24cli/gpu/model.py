@@ -3,7 +3,7 @@
     time = launch + max(rounds of tiles x (steps x step + end), latency + rounds of memory)
 
 with a smooth maximum, for what is nearly as slow as the slowest part costs a little, too. A step is
-one stage of the ring: what its wgmmas read from shared memory, or what the warps between them take.
+one block along K: what its wgmmas read from shared memory, or what the warps between them take.
 Memory is the bytes that leave L2 and those that come from DRAM; a last round that is only partly
 filled asks for less.
 
@@ -46,7 +46,7 @@ class Constants:
     ``port`` is a row of 128 bytes of B for a warpgroup, ``a_rows`` how many of these its A is
     like; a full chip runs slower by ``throttle``, relative. ``warpgroup`` is a step of one
     warpgroup whatever its tile, ``widen`` the conversion of its weights, ``issue`` what the
-    thread that asks for A takes for one at least. ``piece`` is a column of a piece of K whose sum
+    thread that asks for A takes for a stage at least. ``piece`` is a column of a piece of K whose sum
     is promoted, ``scale`` one of a piece whose scales differ. ``l2`` and ``dram`` are rates.
     ``launch`` is a launch, ``late`` what it takes longer if its CTAs find no SM before the launch
     before has ended, ``several`` if they have several narrow tiles each (these launches do not
@@ -89,7 +89,8 @@ class Points:
     """Kernels at problems, as arrays of one length: the sizes that the model asks for.
 
     ``tile_rows`` are whole clusters along M, ``tiles`` these by ``cols``, of which ``places`` run
-    at once, on SMs that hold ``slots`` CTAs in all; ``steps`` are stages of a tile and part of K.
+    at once, on SMs that hold ``slots`` CTAs in all; ``steps`` are blocks along K of a tile and part
+    of K, of which a stage has ``stage_blocks``.
     ``a``, ``b`` and ``d`` are the bytes of the whole operands, ``step_a`` what a cluster reads of A
     in a step. ``blocks`` are those of 64 rows of a warpgroup, ``pieces`` of a sum a step,
     ``scaled`` these if their scales differ.
@@ -100,6 +101,7 @@ class Points:
     split: Array
     cluster_ctas: Array
     widened: Array
+    stage_blocks: Array
     blocks: Array
     pieces: Array
     scaled: Array
@@ -146,9 +148,9 @@ def _point(entry: Entry, p: Problem, sm_count: int) -> tuple[float, ...]:
     slots = sm_count * residents(entry)
     usable = int(slots * _CLUSTER_SHARE.get(entry.cluster_ctas, 1))
     places = max(1, usable // entry.cluster_ctas)
-    stages = -(-k // entry.tile_k)
-    a = m / 64 * stages * entry.block_bytes
-    b = n * stages * entry.box_bytes_b
+    blocks = -(-k // entry.tile_k)
+    a = m / 64 * blocks * entry.block_bytes
+    b = n * blocks * entry.box_bytes_b
     pieces = entry.tile_k / entry.promote_k if entry.promote_k else 0.0
     return (
         entry.tile_n,
@@ -156,6 +158,7 @@ def _point(entry: Entry, p: Problem, sm_count: int) -> tuple[float, ...]:
         entry.split,
         entry.cluster_ctas,
         entry.layout == "widened",
+        entry.stage_blocks,
         2 if pieces else 1,
         pieces,
         pieces if entry.loop_scales != "none" else 0.0,
@@ -163,7 +166,7 @@ def _point(entry: Entry, p: Problem, sm_count: int) -> tuple[float, ...]:
         cols,
         rows * cols,
         places,
-        -(-stages // entry.split),
+        -(-blocks // entry.split),
         n,
         a,
         b,
@@ -186,7 +189,7 @@ def times_us(at: Points, c: Constants = H200) -> Array:
     # Warpgroups of two blocks of rows lie side by side: all of them read B twice, but a part of it.
     rows_b = at.tile_n + c.a_rows * at.blocks
     port = c.port * at.consumers * rows_b * (1 + c.throttle * busy / at.slots)
-    issue = c.issue * (1 - at.widened)  # of several blocks at once where they are widened
+    issue = c.issue / at.stage_blocks
     step = _most([at.consumers * (c.warpgroup + c.widen * at.widened), port, issue], 4)
     # Additions do not overlap with wgmmas.
     step += at.tile_n * (c.piece * at.pieces + c.scale * at.scaled)

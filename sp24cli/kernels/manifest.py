@@ -51,6 +51,7 @@ class Entry:
 
     ``layout`` is the image of A: "sm90", or "widened", that of `fragments`, with the scales
     ``weight_scales`` in it; weights are then widened to ``b_type`` before they are multiplied.
+    A stage of the ring holds ``stage_blocks`` blocks along K.
     """
 
     name: str
@@ -77,6 +78,7 @@ class Entry:
     registers: int
     local_bytes: int
     args: str
+    stage_blocks: int = 1
     split: int = 1
     promote_k: int = 0
     loop_scales: str = "none"

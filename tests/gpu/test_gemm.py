@@ -198,10 +198,12 @@ def test_tile_order_changes_no_bit(device: Device, entry: manifest.Entry) -> Non
     assert len(seen) == 1
 
 
-@pytest.mark.parametrize("entry", [e for e in ENTRIES if e.split > 1], ids=lambda e: e.name)
-def test_every_number_of_blocks_is_split(device: Device, entry: manifest.Entry) -> None:
-    """From one block, which leaves parts without any, to more than two a part."""
-    for blocks in range(1, 2 * entry.split + 2):
+@pytest.mark.parametrize(
+    "entry", [e for e in ENTRIES if e.split * e.stage_blocks > 1], ids=lambda e: e.name
+)
+def test_every_number_of_blocks_along_k(device: Device, entry: manifest.Entry) -> None:
+    """From one block, which leaves parts without any, to more than two stages a part."""
+    for blocks in range(1, 2 * entry.split * entry.stage_blocks + 2):
         k = blocks * entry.tile_k - 4
         problem = problems.integers(entry.type, 130, 35, k, problems.operand_scale(entry))
         want = problem.exact.astype(np.float32).astype(OUT_DTYPES[entry.out_type])

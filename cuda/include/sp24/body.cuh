@@ -208,6 +208,14 @@ __device__ __forceinline__ void produce_b(const MapsB& maps, const GemmArgs& arg
     }
 }
 
+// Calls `f` with min(count, kMost) as a constant.
+template <int kMost, class F>
+__device__ __forceinline__ void with_count(int count, F&& f) {
+  if constexpr (kMost > 1)
+    if (count < kMost) return with_count<kMost - 1>(count, f);
+  f(std::integral_constant<int, kMost>{});
+}
+
 // One warpgroup: 64 rows of the tile, over one part of K.
 template <class Config>
 __device__ __forceinline__ void consume(const GemmArgs& args, uint32_t shared, uint32_t m_rank,
@@ -221,17 +229,23 @@ __device__ __forceinline__ void consume(const GemmArgs& args, uint32_t shared, u
   Schedule<Config> schedule(args);
   const KShare<Config> share(args, part);
 
-  // Waits for the stage and starts its two steps.
+  // Waits for the stage and starts the two steps of each of its first `count` blocks.
   // The tensor core reads the metadata registers while the wgmmas run, which ptxas does not know: that
   // they are not written before the wait is proven on the machine code, by check.py.
-  const auto multiply = [&](uint32_t accumulate) {
+  const auto multiply = [&](auto count, uint32_t accumulate) {
+    constexpr int kBlocks = decltype(count)::value;
     stages.await(ring, accumulate == 0);
-    const typename Operand::Meta meta = stages.meta(ring.stage);
-    const uint64_t desc_a = stages.desc_a(ring.stage), desc_b = stages.desc_b(ring.stage);
+    typename Operand::Meta meta[kBlocks];
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) meta[b] = stages.meta(ring.stage, b);
     ptx::wgmma_fence();
-    Mma::template issue<0>(acc, desc_a, desc_b, Operand::meta_word(meta, 0), accumulate);
-    Mma::template issue<Operand::kSelector1>(acc, desc_a + (32 >> 4), desc_b + (64 >> 4),
-                                             Operand::meta_word(meta, 1), 1);
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+      const uint64_t desc_a = stages.desc_a(ring.stage, b), desc_b = stages.desc_b(ring.stage, b);
+      Mma::template issue<0>(acc, desc_a, desc_b, Operand::meta_word(meta[b], 0), b == 0 ? accumulate : 1);
+      Mma::template issue<Operand::kSelector1>(acc, desc_a + (32 >> 4), desc_b + (64 >> 4),
+                                               Operand::meta_word(meta[b], 1), 1);
+    }
     ptx::wgmma_commit();
   };
 
@@ -240,10 +254,10 @@ __device__ __forceinline__ void consume(const GemmArgs& args, uint32_t shared, u
   const uint32_t chunks =
       shared + offsetof(Shared, chunks) + warpgroup * sizeof(Shared::chunks) / Config::kConsumers;
   const int barrier = kBarriers * warpgroup + 1;
-  // One k: the wgmmas of this stage start, and the stage before is released once all but the newest
-  // group are done, that is once it has been read.
-  const auto step = [&] {
-    multiply(1);
+  // The wgmmas of a stage start, and the stage before is released once all but the newest group are done,
+  // that is once it has been read.
+  const auto step = [&](auto count) {
+    multiply(count, 1);
     ptx::wgmma_wait<1>();
     stages.release(reading);
     reading = ring.stage;
@@ -256,10 +270,14 @@ __device__ __forceinline__ void consume(const GemmArgs& args, uint32_t shared, u
     m0 += warpgroup * kBlockRows;
     n0 += part * Config::kStoredN;
     scales.fetch(args, m0, n0);
-    multiply(0);
+    with_count<Config::kStageBlocks>(share.blocks, [&](auto count) { multiply(count, 0); });
     reading = ring.stage;
     ring.advance();
-    for (int k = 1; k < share.blocks; ++k) step();
+    int left = share.blocks - Config::kStageBlocks;
+    for (; left >= Config::kStageBlocks; left -= Config::kStageBlocks)
+      step(std::integral_constant<int, Config::kStageBlocks>{});
+    if constexpr (Config::kStageBlocks > 1)
+      if (left > 0) with_count<Config::kStageBlocks - 1>(left, step);
     ptx::wgmma_wait<0>();
     stages.release_last(reading);
     finish_tile<Config>(acc, exchange, share.counts, schedule.more(), args, scales, chunks, barrier, m0,
@@ -328,10 +346,12 @@ __device__ __forceinline__ void gemm(const MapsB& maps, const GemmArgs& args) {
 
   if (warp >= 4 * Config::kConsumers) {
     ptx::set_registers_down<Config::kProducerRegisters>();
+    // From another lane, or ptxas asks the special register for it at every stage.
+    const uint32_t base = __shfl_sync(0xffffffffu, shared, 0);
     if (warp == 4 * Config::kConsumers && ptx::elect_one())
-      produce_a<Config>(args, shared, m_rank, part);
+      produce_a<Config>(args, base, m_rank, part);
     if (warp == 4 * Config::kConsumers + 3 && ptx::elect_one())
-      produce_b<Config>(maps, args, shared, m_rank, part);
+      produce_b<Config>(maps, args, base, m_rank, part);
     if constexpr (Config::kScaledInLoop) {
       if (warp == 4 * Config::kConsumers + 1) load_scales<Config, true>(args, shared, m_rank);
       if (warp == 4 * Config::kConsumers + 2) load_scales<Config, false>(args, shared, m_rank);

@@ -60,10 +60,11 @@ struct GemmConfig {
   static constexpr int kRowBlocks = kPromoted ? 2 : kConsumers;  // a tile's blocks of 64 rows
   static constexpr int kStoredBlocks = kPromoted ? 2 : 1;        // those of a warpgroup
   static constexpr int kTileM = kRowBlocks * kBlockRows;
-  // Blocks along K of a stage. With few columns instructions set the pace of weights that are widened, and
-  // several blocks share those that a stage costs: four where their registers leave room, or two.
+  // Blocks along K of a stage. With few columns what a stage costs sets the pace, and several blocks share
+  // it: where weights are widened it is instructions, else the thread that asks for A.
   static constexpr int kStageBlocks =
-      !Operand::kWidened || kTileN > 64 ? 1 : kTileN > 16 ? 2 : 4;
+      Operand::kWidened ? (kTileN > 64 ? 1 : kTileN > 16 ? 2 : 4)  // as many as registers leave room for
+                        : (!kPromoted && kTileN <= 32 && kConsumers <= 2 ? 2 : 1);
   static constexpr int kTileK = kRowBytesB / Operand::kItemBytes;  // logical K of a block
   static constexpr int kThreads = (kConsumers + 1) * 128;          // the last warpgroup produces
   // Registers a thread once the roles are known: what the launch gave an SM's threads, shared out again.
@@ -128,7 +129,6 @@ struct GemmConfig {
     alignas(16) float loop_scales[kStages][kUnits][kScaledInLoop ? kSlotScales : 4];
     ExchangeShared<kConsumers, kSplit, kStoredN / 8> exchange;
   };
-  static_assert(kStageBlocks == 1 || Operand::kWidened, "what consume_widened does");
   static_assert(sizeof(Shared) <= 227 * 1024, "shared memory of one CTA on sm_90");
 };
 

@@ -83,8 +83,8 @@ struct StageReader {
   __device__ __forceinline__ uint64_t desc_a(uint32_t stage, int block = 0) const {
     return desc_a0 + stage * (kStageA >> 4) + block * (Config::kBlockBytes >> 4);
   }
-  __device__ __forceinline__ uint64_t desc_b(uint32_t stage) const {
-    return desc_b0 + stage * (kStageB >> 4);
+  __device__ __forceinline__ uint64_t desc_b(uint32_t stage, int block = 0) const {
+    return desc_b0 + stage * (kStageB >> 4) + block * (kBlockB >> 4);
   }
 
   // This warp has read the stage.

@@ -183,7 +183,7 @@ __device__ __forceinline__ void consume_widened(const GemmArgs& args, uint32_t s
     else if (kStageBlocks > 1 && goes_on)
       open(false);
     widen(stored[kBlock % 2], a);
-    const uint64_t desc_b = stages.desc_b(stage) + kBlock * (Stages::kBlockB >> 4);
+    const uint64_t desc_b = stages.desc_b(stage, kBlock);
     ptx::wgmma_fence();
     Mma::template issue<0>(acc, a[0], desc_b, meta, accumulate);
     Mma::template issue<Operand::kSelector1>(acc, a[1], desc_b + (64 >> 4), meta, 1);
