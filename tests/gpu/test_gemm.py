@@ -11,6 +11,7 @@ import pytest
 from sp24cli.errors import Sp24Error
 from sp24cli.gpu.device import Device
 from sp24cli.gpu.matmul import OUT_DTYPES, SparseWeight
+from sp24cli.gpu.model import residents
 from sp24cli.kernels import manifest
 from sp24cli.optypes import OPERANDS
 from sp24cli.verify.compare import Comparison
@@ -208,6 +209,20 @@ def test_every_number_of_blocks_along_k(device: Device, entry: manifest.Entry) -
         problem = problems.integers(entry.type, 130, 35, k, problems.operand_scale(entry))
         want = problem.exact.astype(np.float32).astype(OUT_DTYPES[entry.out_type])
         assert np.array_equal(run(device, entry, problem), want), blocks
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [e for e in ENTRIES if (e.out_type, e.order) == ("bf16", "nm")],
+    ids=lambda e: e.name,
+)
+def test_several_tiles_of_few_tokens_a_cta(device: Device, entry: manifest.Entry) -> None:
+    """Each row of tiles begins elsewhere along K, and a CTA's next one elsewhere than its last."""
+    rows = device.sm_count * residents(entry) // entry.cluster_ctas + 1
+    m, k = rows * entry.cluster * entry.tile_m, 3 * entry.stage_blocks * entry.split * entry.tile_k
+    problem = problems.integers(entry.type, m, 9, k, problems.operand_scale(entry))
+    want = problem.exact.astype(np.float32).astype(OUT_DTYPES[entry.out_type])
+    assert np.array_equal(run(device, entry, problem), want)
 
 
 @pytest.mark.parametrize(
