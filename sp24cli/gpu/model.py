@@ -56,26 +56,26 @@ class Constants:
     ``sum_memory`` are the exponents of the smooth maxima: of steps and memory, of L2 and DRAM.
     """
 
-    port: float = 0.5821
-    a_rows: float = 36.25
-    throttle: float = 0.04189
-    warpgroup: float = 40.97
+    port: float = 0.5832
+    a_rows: float = 37.79
+    throttle: float = 0.02307
+    warpgroup: float = 33.25
     widen: float = 14.0
-    issue: float = 91.77
+    issue: float = 115.5
     piece: float = 0.96
     scale: float = 0.38
-    l2: float = 10990.0
-    dram: float = 5335.0
-    launch: float = 803.3
-    late: float = 176.3
-    several: float = 2126.0
-    wide: float = 68.05
-    latency: float = 808.6
-    column: float = 5.533
-    exchange: float = 503.6
-    sent: float = 10.18
-    sum_time: float = 2.741
-    sum_memory: float = 1.878
+    l2: float = 10550.0
+    dram: float = 5067.0
+    launch: float = 782.9
+    late: float = 99.7
+    several: float = 2144.0
+    wide: float = 215.8
+    latency: float = 703.2
+    column: float = 5.626
+    exchange: float = 505.4
+    sent: float = 10.26
+    sum_time: float = 2.798
+    sum_memory: float = 2.083
 
 
 #: Source: `samples/fit_model.py` over 358 problems timed on an H200 (132 SMs, 700 W): kernels near

@@ -211,13 +211,24 @@ def test_every_number_of_blocks_along_k(device: Device, entry: manifest.Entry) -
         assert np.array_equal(run(device, entry, problem), want), blocks
 
 
+@EVERY_KERNEL
+def test_few_tokens_and_many_rows(device: Device, entry: manifest.Entry) -> None:
+    """Each row of tiles begins elsewhere along K (first_of_round, cuda/include/sp24/body.cuh), but
+    where a part of K ends inside a stage."""
+    stage = entry.stage_blocks * entry.tile_k
+    for k in (3 * entry.split * stage - 4, 2 * entry.split * stage + 4):
+        problem = problems.integers(entry.type, 3100, 19, k, problems.operand_scale(entry))
+        want = problem.exact.astype(np.float32).astype(OUT_DTYPES[entry.out_type])
+        assert np.array_equal(run(device, entry, problem), want)
+
+
 @pytest.mark.parametrize(
     "entry",
     [e for e in ENTRIES if (e.out_type, e.order) == ("bf16", "nm")],
     ids=lambda e: e.name,
 )
 def test_several_tiles_of_few_tokens_a_cta(device: Device, entry: manifest.Entry) -> None:
-    """Each row of tiles begins elsewhere along K, and a CTA's next one elsewhere than its last."""
+    """A CTA's next tile begins elsewhere along K than its last."""
     rows = device.sm_count * residents(entry) // entry.cluster_ctas + 1
     m, k = rows * entry.cluster * entry.tile_m, 3 * entry.stage_blocks * entry.split * entry.tile_k
     problem = problems.integers(entry.type, m, 9, k, problems.operand_scale(entry))

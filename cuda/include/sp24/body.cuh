@@ -22,34 +22,49 @@ namespace sp24 {
 
 // Boxes of B that a CTA prefetches at most.
 constexpr int kPrefetchBoxes = 2;
-// So many are few (first_of_round).
-constexpr int kFewTokens = 256;
+// See Round.
+constexpr int kFewTokens = 256, kManyRows = 3072;
 
-// Where along K the sum of a tile begins, from where it goes round. Few tokens are read by every CTA; in step,
-// all would ask the same few slices of L2 for the same lines. So each row of tiles begins elsewhere than the
-// one before. Of many tokens B does not stay in L2, and what is read together should be read once.
-// (Scales of the loop come in the order of K; a last stage that is not full stays the last.)
+// The blocks along K of a tile, of a part of K, in the order of its stages: from one on to the last and round
+// to the first. (A last stage that is not full stays the last.)
+//
+// Every CTA reads the same B, and rows of A that lie equally far apart. In step, many CTAs would ask the same
+// few slices of L2 for the same lines of B, and with some strides the same channels of memory for A. So with
+// few tokens each row of tiles begins elsewhere, by the golden ratio, which spreads any number of rows over K.
+// Few CTAs do not get in each other's way, and all of B would have to come from memory at once. Of many tokens
+// B does not stay in L2, and what is read together should be read once. Scales of the loop come in the order
+// of K.
 template <class Config>
-__device__ __forceinline__ int first_of_round(const GemmArgs& args, const KShare<Config>& share, int m0) {
-  if (Config::kScaledInLoop || args.n > kFewTokens || share.blocks % Config::kStageBlocks)
-    return share.first;
-  const uint32_t row = uint32_t(m0) / (Config::kTileM * Config::kCluster);
-  const uint32_t stages = uint32_t(share.blocks) / Config::kStageBlocks;
-  return share.first + row % 32 * stages / 32 * Config::kStageBlocks;
-}
+struct Round {
+  uint32_t k, full;  // the next block, and the blocks of full stages: of the part of K
 
-// Where the blocks of a tile's rows lie in the image of A, in the order of its stages.
+  // From the stage after the first `skipped`.
+  __device__ __forceinline__ Round(const GemmArgs& args, const KShare<Config>& share, int m0, int skipped) {
+    const uint32_t row = uint32_t(m0) / (Config::kTileM * Config::kCluster);
+    const uint32_t stages = uint32_t(share.blocks) / Config::kStageBlocks;
+    const bool turns = !Config::kScaledInLoop && args.n <= kFewTokens && args.m >= kManyRows;
+    full = stages * Config::kStageBlocks;
+    k = ((turns ? __umulhi(row * 2654435769u, stages) : 0) + skipped) * Config::kStageBlocks;
+    if (k >= full) k -= full;
+  }
+  // The first block of a stage of `count`.
+  __device__ __forceinline__ uint32_t next(int count) {
+    if (count < Config::kStageBlocks) return full;
+    const uint32_t at = k;
+    k += Config::kStageBlocks;
+    if (k == full) k = 0;
+    return at;
+  }
+};
+
+// Where the blocks of a tile's rows lie in the image of A.
 template <class Config>
 struct BlocksA {
   const uint8_t* image;
   uint32_t rows[Config::kRowBlocks];  // numbers, in the image, of each row's first block of the part of K
-  uint32_t k;                         // the next block, counted from there
 
-  // From the stage after the first `skipped` of a round.
-  __device__ __forceinline__ BlocksA(const GemmArgs& args, const KShare<Config>& share, int m0, int skipped)
-      : k(first_of_round<Config>(args, share, m0) - share.first + skipped * Config::kStageBlocks) {
-    if (k >= share.blocks) k -= share.blocks;
-    image = reinterpret_cast<const uint8_t*>(args.a);
+  __device__ __forceinline__ BlocksA(const GemmArgs& args, const KShare<Config>& share, int m0)
+      : image(reinterpret_cast<const uint8_t*>(args.a)) {
 #pragma unroll
     for (int b = 0; b < Config::kRowBlocks; ++b) {
       // Blocks past the last are never stored: read the last again instead of beyond the image.
@@ -57,10 +72,10 @@ struct BlocksA {
       rows[b] = block * args.k_blocks + share.first;
     }
   }
-  // Tells a free stage what it will hold, `count` blocks along K of A and `rows_b` rows of B, and asks for
-  // its A.
-  __device__ __forceinline__ void fill(const KShare<Config>& share, uint32_t shared, int stage, int count,
-                                       int rows_b, uint64_t policy) {
+  // Tells a free stage what it will hold, `count` blocks along K of A from `k` on and `rows_b` rows of B, and
+  // asks for its A.
+  __device__ __forceinline__ void fill(uint32_t shared, int stage, uint32_t k, int count, int rows_b,
+                                       uint64_t policy) const {
     using Shared = typename Config::Shared;
     constexpr int kRoom = Config::kStageBlocks * Config::kBlockBytes;
     const uint32_t full = shared + offsetof(Shared, full) + stage * 8;
@@ -71,8 +86,6 @@ struct BlocksA {
     for (int b = 0; b < Config::kRowBlocks; ++b)
       ptx::bulk_copy(to + b * kRoom, image + uint64_t{rows[b] + k} * Config::kBlockBytes,
                      count * Config::kBlockBytes, full, policy);
-    k += count;
-    if (k == share.blocks) k = 0;
   }
 };
 
@@ -121,11 +134,13 @@ __device__ __forceinline__ void fill_first_round(const GemmArgs& args, uint32_t 
   const KShare<Config> share(args, part);
   int m0, n0;
   if (!schedule.next(m_rank, m0, n0)) return;
-  BlocksA<Config> blocks(args, share, m0, 0);
+  const BlocksA<Config> blocks(args, share, m0);
+  Round<Config> round(args, share, m0, 0);
   const uint64_t policy = ptx::l2_policy(args.read_once & 1);
   const int rows_b = rows_of_b<Config>(args, n0);
   for (int s = 0, left = share.blocks; s < Config::kStages && left > 0; ++s) {
-    blocks.fill(share, shared, s, blocks_of_stage<Config>(left), rows_b, policy);
+    const int count = blocks_of_stage<Config>(left);
+    blocks.fill(shared, s, round.next(count), count, rows_b, policy);
     left -= Config::kStageBlocks;
   }
 }
@@ -176,7 +191,8 @@ __device__ __forceinline__ void produce_a(const GemmArgs& args, uint32_t shared,
   const int stages = (share.blocks + Config::kStageBlocks - 1) / Config::kStageBlocks;
   int first_round = Config::kFillsEarly ? min(stages, Config::kStages) : 0;
   for (int m0, n0; schedule.next(m_rank, m0, n0);) {
-    BlocksA<Config> blocks(args, share, m0, first_round);
+    const BlocksA<Config> blocks(args, share, m0);
+    Round<Config> round(args, share, m0, first_round);
     const int rows_b = rows_of_b<Config>(args, n0);
 #pragma unroll 1
     for (int left = share.blocks; left > 0; left -= Config::kStageBlocks) {
@@ -185,7 +201,8 @@ __device__ __forceinline__ void produce_a(const GemmArgs& args, uint32_t shared,
       } else {
         // The first round finds the barrier fresh: the phase before its first counts as complete.
         ptx::mbarrier_wait(shared + offsetof(Shared, empty) + ring.stage * 8, ring.parity ^ 1);
-        blocks.fill(share, shared, ring.stage, blocks_of_stage<Config>(left), rows_b, policy);
+        const int count = blocks_of_stage<Config>(left);
+        blocks.fill(shared, ring.stage, round.next(count), count, rows_b, policy);
       }
       ring.advance();
     }
@@ -204,10 +221,10 @@ __device__ __forceinline__ void produce_b(const MapsB& maps, const GemmArgs& arg
   ptx::wait_for_prerequisites();  // B is read from here on
   for (int m0, n0; schedule.next(m_rank, m0, n0);) {
     const int rows_b = rows_of_b<Config>(args, n0);
-    int k = first_of_round<Config>(args, share, m0);
+    Round<Config> round(args, share, m0, 0);
 #pragma unroll 1
     for (int left = share.blocks; left > 0; left -= Config::kStageBlocks) {
-      const int count = blocks_of_stage<Config>(left);
+      const int count = blocks_of_stage<Config>(left), k = share.first + round.next(count);
       ptx::mbarrier_wait(shared + offsetof(Shared, empty) + ring.stage * 8, ring.parity ^ 1);
       const uint32_t full = shared + offsetof(Shared, full) + ring.stage * 8;
 #pragma unroll
@@ -217,8 +234,6 @@ __device__ __forceinline__ void produce_b(const MapsB& maps, const GemmArgs& arg
                             (ring.stage * Config::kStageBlocks + j) * Config::kTileN * kRowBytesB;
         fetch_b<Config>(maps, to, k + j, n0, rows_b, m_rank, part, full, policy);
       }
-      k += count;
-      if (k == share.first + share.blocks) k = share.first;
       ring.advance();
     }
   }
