@@ -21,7 +21,8 @@ from sp24cli.bench.rungs import NOTES, PRODUCTION, PRODUCTION_CHANGED
 from sp24cli.bench.statistics import Settings, rotation
 from sp24cli.errors import Sp24Error
 from sp24cli.gpu import ladder as gpu
-from sp24cli.kernels.manifest import RungEntry, load
+from sp24cli.gpu.select import sums_from_the_start
+from sp24cli.kernels.manifest import RungEntry
 from sp24cli.ops.report import document
 from sp24cli.optypes import operand_type
 from sp24cli.packed import PackedMatrix
@@ -171,8 +172,8 @@ def run(
     """Verify every rung, then time those that are right, interleaved.
 
     The chosen kernel is verified as `sp24 bench` does. A rung must be within the same bounds in
-    every element, and have the same bits as the others and as the chosen kernel, unless that
-    splits K, since all sum in one order. ``finished`` gets a line as each rung has been verified.
+    every element, and have the same bits as the others, since all sum in one order, and as the
+    chosen kernel if that does, too. ``finished`` gets a line as each rung has been verified.
 
     Raises:
         Sp24Error: the chosen kernel itself fails.
@@ -196,8 +197,8 @@ def run(
         _, check, verified = judge.ours(operands, chosen)
         weights = _weights(operands, packed, stack)
 
-        split = next((e.split for e in load().entries if e.name == chosen.kernel.name), 1)
-        bits = verified if split == 1 else None
+        alike = sums_from_the_start(chosen.kernel, case.shape.m, case.shape.n)
+        bits = verified if alike else None
         rungs: list[tuple[RungEntry, Rung, Check, Array]] = []
         for entry in plan.rungs:
             say(f"verifying rung {entry.number}, {entry.label}")

@@ -147,7 +147,7 @@ def _agree(
         ours.enqueue(0)
         output = operands.output(0, plan.order)
         bits = output.view(f"u{output.itemsize}")
-        # Bits first: most kernels sum in one order, and comparing values takes ten times as long.
+        # Bits first: many kernels sum in one order, and comparing values takes ten times as long.
         if first is not None and np.array_equal(bits, first.view(bits.dtype)):
             continue
         first = output if first is None else first

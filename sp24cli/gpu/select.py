@@ -140,6 +140,17 @@ def needs_widening(type_name: str, spec: ScaleSpec) -> tuple[str, ...]:
     return ()
 
 
+#: Of so many tokens, by a weight of so many rows, rows of tiles begin their sums at different
+#: places along K. Source: kFewTokens and kManyRows in cuda/include/sp24/body.cuh (Round).
+FEW_TOKENS, MANY_ROWS = 256, 3072
+
+
+def sums_from_the_start(entry: Entry, m: int, n: int) -> bool:
+    """Whether a kernel adds up all of K from its start on, as the ladder's rungs do: such sums are
+    of the same bits, whatever the tile."""
+    return entry.split == 1 and (n > FEW_TOKENS or m < MANY_ROWS)
+
+
 def cta_tiles(entry: Entry | RungEntry, m: int, n: int) -> int:
     """CTAs that the tiles of D keep busy once each: whole clusters along M, every part of K."""
     return -(-m // (entry.tile_m * entry.cluster)) * entry.cluster_ctas * -(-n // entry.tile_n)

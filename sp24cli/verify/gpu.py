@@ -12,7 +12,7 @@ from sp24cli.gpu.activations import quantize_tokens
 from sp24cli.gpu.arrays import DeviceArray
 from sp24cli.gpu.device import Device
 from sp24cli.gpu.matmul import OUT_DTYPES, SparseWeight, poison
-from sp24cli.gpu.select import needs_widening, outputs
+from sp24cli.gpu.select import MANY_ROWS, needs_widening, outputs
 from sp24cli.kernels.manifest import Entry, load
 from sp24cli.ops.stream import bands
 from sp24cli.optypes import OPERANDS, Operands, OperandType
@@ -27,6 +27,10 @@ from sp24cli.verify.tensorcore import element_bound, frobenius_bound
 
 #: Rows of the random activations: more than the widest tile, and ragged.
 TOKENS = 333
+
+#: And of those that stand for decoding, where they are summed in another order
+#: (`select.sums_from_the_start`).
+DECODED = 17
 
 #: Columns that a scale of the activations covers beside a weight with block scales.
 SCALE_K = 128
@@ -214,42 +218,48 @@ def _products(
             found = _exact(packed, lambda band: widen(band.codes()).astype(np.float64), stored)
             assert found is not None, "codes of s8 are finite"
             exact = found[0]
-        # Most kernels sum in one order and give the same bits, which need be compared but once.
-        passed: list[tuple[int, Array, Check]] = []
+        # Many kernels sum in one order and give the same bits, which need be compared but once.
+        passed: list[tuple[tuple[int, int], Array, Check]] = []
+        few = f", {DECODED} tokens"
         for entry in _kernels(weight, types, out, scale_b_k):
-            d = multiply(
-                device,
-                weight,
-                x,
-                out,
-                entry.order,
-                scale_b=scale_b if entry.scales else None,
-                scale_b_k=scale_b_k if entry.scales else 0,
-                bias=bias if entry.scales else None,
-                kernel=entry.name,
-                types=types,
-            )
-            d = np.ascontiguousarray(d.T if entry.order == "nm" else d)
-            bits = d.view(f"u{d.itemsize}")
-            check = next(
-                (
-                    known
-                    for promote_k, same, known in passed
-                    if promote_k == entry.promote_k and np.array_equal(same, bits)
-                ),
-                None,
-            )
-            if check is None:
-                check = _compared(entry, types, k, norms, d, exact)
-                if check.passed:
-                    passed.append((entry.promote_k, bits, check))
+            seen = []
+            for count in (TOKENS, DECODED) if m >= MANY_ROWS else (TOKENS,):
+                d = multiply(
+                    device,
+                    weight,
+                    x[:count],
+                    out,
+                    entry.order,
+                    scale_b=scale_b[:count] if entry.scales else None,
+                    scale_b_k=scale_b_k if entry.scales else 0,
+                    bias=bias if entry.scales else None,
+                    kernel=entry.name,
+                    types=types,
+                )
+                d = np.ascontiguousarray(d.T if entry.order == "nm" else d)
+                bits, what = d.view(f"u{d.itemsize}"), (count, entry.promote_k)
+                check = next(
+                    (
+                        known
+                        for which, same, known in passed
+                        if which == what and np.array_equal(same, bits)
+                    ),
+                    None,
+                )
+                if check is None:
+                    check = _compared(entry, types, k, norms[:, :count], d, exact[:, :count])
+                    if check.passed:
+                        passed.append((what, bits, check))
+                name = f"{entry.name} {check.name}".rstrip()
+                seen.append(replace(check, name=name + few * (count < TOKENS)))
+            check = next((check for check in seen if not check.passed), seen[0])
             summation = entry.summation if out == "f32" else ""
-            checks.append(replace(check, name=check.name or entry.name, summation=summation))
+            checks.append(replace(check, summation=summation))
     return checks
 
 
 def _compared(entry: Entry, types: Operands, k: int, norms: Array, d: Array, exact: Array) -> Check:
-    """``d`` against ``exact``, without a name where it is right."""
+    """``d`` against ``exact``; the name says whether it is every element's or the whole's."""
     comparison = Comparison("")
     comparison.add(d, exact, element_bound(types, k, norms, entry.out_type, exact, entry.promote_k))
     check = comparison.check()
@@ -257,8 +267,7 @@ def _compared(entry: Entry, types: Operands, k: int, norms: Array, d: Array, exa
     relative = frobenius_bound(types, k, entry.out_type, entry.promote_k)
     if check.rel_frobenius > relative:
         error = check.rel_frobenius
-        name = f"{entry.name} as a whole"
-        return Check(name, False, error, relative, error, check.first_bad)
+        return Check("as a whole", False, error, relative, error, check.first_bad)
     return check
 
 

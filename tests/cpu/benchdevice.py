@@ -114,9 +114,11 @@ class HostDevice:
 
 class Weight:
     """As sp24cli.gpu.matmul.SparseWeight, by numpy. ``fault`` spoils the output array [M, N],
-    ``us`` holds the times of kernels that do not take 10 microseconds."""
+    ``us`` holds the times of kernels that do not take 10 microseconds. ``split`` are their parts of
+    K."""
 
     fault = staticmethod(lambda got, n: got)
+    split = 1
     us: ClassVar[dict[str, float]] = {}
 
     def __init__(self, device, packed, activations=None):
@@ -156,7 +158,7 @@ class KernelPlan:
 
     @property
     def kernel(self):
-        return SimpleNamespace(name=self.name)
+        return SimpleNamespace(name=self.name, split=self.weight.split)
 
     def enqueue(self, x, ldx, out, scale_b=None, scale_b_rows=False, scale_b_strides=None):
         packed, device = self.weight.packed, self.weight.device

@@ -15,6 +15,8 @@ import pytest
 from sp24cli import fragments
 from sp24cli.errors import Sp24Error
 from sp24cli.gpu.select import (
+    FEW_TOKENS,
+    MANY_ROWS,
     block_summation,
     candidates,
     check_block_scales,
@@ -274,3 +276,8 @@ def test_local_memory_and_fences_in_the_loop_over_k_are_found(check: ModuleType)
     tiles = ["MEMBAR.ALL.GPU", "WARPGROUP.DEPBAR.LE gsb0, 0x0", "@!P0 BRA 0x0", "EXIT"]
     assert not listing(check, *tiles)
     assert listing(check, "STL [R1], R2", "EXIT") == ["k: local memory at 0x0 (STL)"]
+
+
+def test_where_sums_begin_elsewhere_is_known_to_both_sides() -> None:
+    body = (ROOT / "cuda" / "include" / "sp24" / "body.cuh").read_text()
+    assert f"kFewTokens = {FEW_TOKENS}, kManyRows = {MANY_ROWS};" in body

@@ -20,6 +20,7 @@ from sp24cli.bench.reading import read_any
 from sp24cli.bench.rungs import LADDERS, NOTES, PRODUCTION, explain
 from sp24cli.cli.main import run as command
 from sp24cli.errors import BadInputError, NoGpuError
+from sp24cli.gpu import select
 from sp24cli.gpu.device import Device
 from sp24cli.gpu.ladder import FORMS
 from sp24cli.kernels import manifest
@@ -252,10 +253,15 @@ class TestRun:
         (failure,) = climb(device).failures
         assert "the same bits in every copy, and as the others" in failure.message
 
-    @pytest.mark.parametrize("split", [1, 2])
-    def test_a_chosen_kernel_that_splits_k_sums_in_its_own_order(self, device, monkeypatch, split):
-        entries = (replace(manifest.load().entries[0], name="kernel_of_choice", split=split),)
-        monkeypatch.setattr(ladder, "load", lambda: SimpleNamespace(entries=entries))
+    @pytest.mark.parametrize(
+        ("split", "many_rows", "own"), [(1, 3072, False), (2, 3072, True), (1, 8, True)]
+    )
+    def test_a_chosen_kernel_that_sums_in_its_own_order(
+        self, device, monkeypatch, split, many_rows, own
+    ):
+        """It splits K, or begins elsewhere along it: with few tokens, and many rows."""
+        monkeypatch.setattr(Weight, "split", split)
+        monkeypatch.setattr(select, "MANY_ROWS", many_rows)
 
         def nudge(got, n):
             got.view(np.uint16)[3, 3] ^= 1
@@ -264,10 +270,10 @@ class TestRun:
         monkeypatch.setattr(Weight, "fault", staticmethod(nudge))
         RungWeight.faults |= dict.fromkeys(TIMES, lambda got, n: got)
         result = climb(device)
-        assert len(result.failures) == (0 if split == 2 else 4)
+        assert len(result.failures) == (0 if own else 4)
         # Among themselves the rungs still agree, or it is a fault.
         RungWeight.faults["pipelined"] = nudge
-        assert len(climb(device).failures) == (1 if split == 2 else 3)
+        assert len(climb(device).failures) == (1 if own else 3)
 
     def test_an_output_that_is_not_written_is_seen(self, device, monkeypatch):
         idle = lambda self, *rest, **more: SimpleNamespace(enqueue=lambda: None)  # noqa: E731

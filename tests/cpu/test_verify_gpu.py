@@ -80,6 +80,7 @@ def uploaded(monkeypatch: pytest.MonkeyPatch) -> list[PackedMatrix]:
     monkeypatch.setattr(gpu.SparseWeight, "upload", upload)
     monkeypatch.setattr(gpu, "multiply", multiply)
     monkeypatch.setattr(gpu, "TOKENS", 21)
+    monkeypatch.setattr(gpu, "MANY_ROWS", M)
     monkeypatch.setattr(stream, "BAND_ELEMENTS", 64 * K)
     return spoiled
 
@@ -126,3 +127,25 @@ def test_a_wrong_value_is_found_where_it_is(
     for check in result.checks:
         assert not check.passed, check
         assert check.first_bad is not None and check.first_bad[0] == 150, check
+
+
+def test_a_kernel_that_is_wrong_for_few_tokens_alone_is_found(
+    uploaded: list[PackedMatrix], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = gpu.multiply
+
+    def wrong(device: Any, weight: Any, x: Array, out: str, order: str, **rest: Any) -> Array:
+        d = right(device, weight, x, out, order, **rest)
+        if len(x) == gpu.DECODED:
+            (d if order == "nm" else d.T)[3, 77] = 1e4
+        return d
+
+    monkeypatch.setattr(gpu, "multiply", wrong)
+    identity, *kernels = gpu.verify_matrix(make("bf16", "none"), 1).checks
+    assert identity.passed and len(kernels) > 5
+    for check in kernels:
+        assert check.name.endswith(f", {gpu.DECODED} tokens")
+        assert not check.passed and check.first_bad == (77, 3), check
+    # Of a weight of fewer rows few tokens are summed as many are.
+    monkeypatch.setattr(gpu, "MANY_ROWS", M + 1)
+    assert gpu.verify_matrix(make("bf16", "none"), 1).passed

@@ -182,7 +182,8 @@ def test_a_wrong_index_pair_is_what_is_multiplied(device: Device, rung: RungEntr
 @pytest.mark.parametrize("name", ["e4m3", "f16"])
 def test_the_bench_climbs(device: Device, name: str) -> None:
     settings = Settings(idle_ms=1.0, sustained_from_ms=20.0, sustained_to_ms=30.0, rounds=1)
-    for shape in (Shape(512, 512, 1024), Shape(1000, 77, 4092)):
+    # The last's chosen kernel begins sums elsewhere than the rungs.
+    for shape in (Shape(512, 512, 1024), Shape(1000, 77, 4092), Shape(5120, 200, 512)):
         plan = ladder.plan_ladder(name, RUNGS, (), shape=shape, settings=settings, workers=4)
         result = ladder.run(plan, device)
         assert not result.failures

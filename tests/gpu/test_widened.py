@@ -251,7 +251,7 @@ def test_every_number_of_blocks_along_k(device: Device, entry: manifest.Entry) -
     """Fragments alternate between two sets of registers, and a stage may hold several blocks: sums
     of every number of these, and of more than the ring holds."""
     block = BLOCKS[entry.weight_scales][0]
-    ring = entry.stages * (1 if entry.tile_n > 64 else 2 if entry.tile_n > 16 else 4)
+    ring = entry.stages * entry.stage_blocks
     for blocks in (*range(1, 12), ring, ring + 1, ring + 4, 2 * ring + 3):
         problem = scaled_problem(entry.type, 130, 35, 64 * blocks - 4, block, entry.weight_scales)
         want = problem.exact.astype(np.float32).astype(OUT_DTYPES[entry.out_type])
