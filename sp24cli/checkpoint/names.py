@@ -17,10 +17,16 @@ SKIPPED_WORDS = (
     "norm",
     "router",
     "mlp.gate.",
+    "ffn.gate.",
+    "moe.gate.",
     "shared_expert_gate",
     "conv1d",
     "rotary",
 )
+#: The same as a whole part of a name: embeddings of GPT-2.
+SKIPPED_PARTS = ("wte", "wpe")
+#: The same as a whole name: embeddings and heads as T5, DeepSeek and Llama themselves call them.
+SKIPPED_NAMES = ("shared.weight", "head.weight", "output.weight")
 WEIGHT_SUFFIX = ".weight"
 #: What the name of stacked experts has, in any case, and the least K that is no convolution's.
 EXPERT_WORD = "expert"
@@ -95,8 +101,14 @@ def _by_name(name: str) -> str | None:
 
 
 def _by_word(name: str) -> str | None:
+    lower = name.lower()
+    if lower in SKIPPED_NAMES:
+        return f"name is {name!r}"
+    for part in SKIPPED_PARTS:
+        if part in lower.split("."):
+            return f"name has {part!r}"
     for word in SKIPPED_WORDS:
-        if word in name.lower():
+        if word in lower:
             return f"name has {word!r}"
     return None
 

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 import click
 from tqdm import tqdm
 
+from sp24cli.checkpoint.header import label
 from sp24cli.cli import climb, console
 from sp24cli.cli.options import quiet_option, seed_option, workers_option
+from sp24cli.cli.sidefile import check_side_file
 from sp24cli.errors import Interrupted, Sp24Error, VerificationError
 
 if TYPE_CHECKING:
@@ -34,10 +36,12 @@ SUITES = ("llm", "select30", "grid", "fit")
 PLOTS = ("svg", "png", "html")
 
 #: Options, by their parameters, that stand beside --from, beside --ladder, and not beside --tune.
-_RENDERING = {"from_file", "baseline", "plot_file", "json_file", "csv_file", "md_file", "quiet"}
+_RENDERING = {
+    "from_file", "baseline", "plot_file", "json_file", "csv_file", "md_file", "force", "quiet",
+}  # fmt: skip
 _CLIMBING = {
     "ladder", "rungs", "shapes", "rounds", "noise_limit", "seed", "json_file", "csv_file",
-    "md_file", "plot_file", "workers", "quiet",
+    "md_file", "plot_file", "force", "workers", "quiet",
 }  # fmt: skip
 _NOT_TUNING = {
     "baseline", "plot_file", "csv_file", "md_file", "ceiling", "kernel", "peers", "rounds",
@@ -217,6 +221,7 @@ def _file_option(name: str, what: str) -> Callable[[Any], Any]:
     help="Draw bars beside the peers and a roofline: .svg, .png, or .html with the tables "
     "(needs sp24[plot]).",
 )
+@click.option("--force", is_flag=True, help="Replace files of results that exist.")
 @workers_option
 @quiet_option
 @click.pass_context
@@ -251,6 +256,7 @@ def bench(
     csv_file: str | None,
     md_file: str | None,
     plot_file: str | None,
+    force: bool,
     workers: int | None,
     quiet: bool,
 ) -> None:
@@ -286,6 +292,7 @@ def bench(
     if packed is None:
         _check_types(type_name or "e4m3", b_type, accumulate, out, order, scale, block, kernel)
     targets = _targets(json_file, csv_file, md_file, plot_file)
+    _check_targets(targets, [from_file, baseline, packed, activations], overwrite=force)
 
     from sp24cli.bench.ladder import LadderResult
     from sp24cli.bench.reading import read_any, read_result
@@ -513,6 +520,19 @@ def _targets(
         require()  # now, not after minutes of measuring
         targets.append((kind, plot_file))
     return targets
+
+
+def _check_targets(
+    targets: list[tuple[str, str]], inputs: Sequence[str | None], *, overwrite: bool
+) -> None:
+    """`Sp24Error`, before minutes of measuring, for a file that may not be written."""
+    given = [Path(each) for each in inputs if each is not None]
+    files = [Path(file) for _, file in targets if file != "-"]
+    for i, file in enumerate(files):
+        if any(os.path.realpath(file) == os.path.realpath(other) for other in files[:i]):
+            raise click.UsageError(f"{label(file)}: two results cannot go to one file")
+        if file.parent.is_dir():  # else it is made
+            check_side_file(file, given, None, overwrite=overwrite)
 
 
 def _write(

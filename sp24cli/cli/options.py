@@ -10,8 +10,19 @@ import click
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
-#: A path as given; whether it can be read is for the reader to say, with the right exit code.
-PATH = click.Path(readable=False, path_type=Path)
+
+class _Path(click.Path):
+    """A path as given; whether it can be read is for the reader to say, with the right exit code.
+    An empty one, as a shell makes of a variable that is not set, is none: it would be the folder
+    that one stands in."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value == "":
+            self.fail("is empty", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+PATH = _Path(readable=False, path_type=Path)
 
 
 def source_argument(metavar: str = "IN") -> Callable[[_Command], _Command]:

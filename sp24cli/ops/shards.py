@@ -318,9 +318,10 @@ def _may_resume(plan: _Plan[R], output: Path, resume: bool, overwrite: bool) -> 
     if not names:
         return False
     unfinished = JOURNAL_NAME in names
-    if resume and unfinished:
-        return True
     where = label(output)
+    if resume and unfinished:
+        _check_stays(plan, where, names)
+        return True
     if not overwrite:
         if unfinished:
             raise Sp24Error(
@@ -335,10 +336,15 @@ def _may_resume(plan: _Plan[R], output: Path, resume: bool, overwrite: bool) -> 
                 f"{where}: has no journal to resume by: it is not an output of this run"
             )
         raise Sp24Error(f"{where}: exists already and is not empty; --force replaces what is there")
+    _check_stays(plan, where, names)
+    return False
+
+
+def _check_stays(plan: _Plan[R], where: str, names: list[str]) -> None:
+    """`Sp24Error` if weights of another run would stay beside those of this one."""
     for name in sorted(names):
         if name.endswith(OTHER_WEIGHTS) and name not in plan.names:
             raise Sp24Error(f"{where}: has {label(name)}, which would stay; choose another output")
-    return False
 
 
 def _looks_finished(plan: _Plan[R], output: Path) -> bool:

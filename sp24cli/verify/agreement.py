@@ -32,6 +32,7 @@ def compare_packing(
     The original may be pruned or not: pruning by magnitude leaves a 2:4 matrix as it is, and
     indices come from the source values either way. Columns are taken in the stored order.
     What wanda chose is not known here: of a dense original, the kept places are taken as stored.
+    So they are where it had been pruned before it was packed and magnitude would keep others.
     Scales are chosen again, but those of an amax history and the factors of smoothed columns are
     taken as stored unless ``calibrator`` has what they come from.
 
@@ -51,15 +52,35 @@ def compare_packing(
         return Agreement("its parts cannot be right")
     pattern = pattern_of(info.optype)
     given = info.pruned == "magnitude" or is_sparse(original, entry, stored.perm, pattern)
-    chosen = info.pruned == "wanda" and not given
+    if info.pruned == "wanda" and not given:
+        note = f"pruned by {info.pruned}; compared with the mask as it is"
+        return _compare(stored, original, name, calibrator, workers, True, [note])
+    if info.pruned != "given" or given:
+        return _compare(stored, original, name, calibrator, workers, False, [])
+    note = f"the original is not {pattern}; pruned by magnitude to compare"
+    found = _compare(stored, original, name, calibrator, workers, False, [note])
+    if not found.passed:
+        masked = f"the original is not {pattern}; compared with the mask as it is"
+        otherwise = _compare(stored, original, name, calibrator, workers, True, [masked])
+        return otherwise if otherwise.passed else Agreement(f"{found.fault} ({note})")
+    return found
+
+
+def _compare(
+    stored: PackedMatrix,
+    original: SafetensorsFile,
+    name: str,
+    calibrator: Calibrator | None,
+    workers: int,
+    chosen: bool,
+    notes: list[str],
+) -> Agreement:
+    """`compare_packing`, with the kept places as stored if ``chosen``, else by magnitude."""
+    info = stored.info
+    entry = original.header.by_name[name]
     arrange = None
     if stored.perm is not None or stored.smooth is not None or chosen:
         arrange = Arrangement(stored.perm, _keep_as(stored) if chosen else None, stored.smooth)
-    notes = []
-    if chosen:
-        notes.append(f"pruned by {info.pruned}; compared with the mask as it is")
-    elif info.pruned == "given" and not given:
-        notes.append(f"the original is not {pattern}; pruned by magnitude to compare")
     if stored.smooth is not None:
         activations = None if calibrator is None else calibrator.activations(entry)
         if activations is None:

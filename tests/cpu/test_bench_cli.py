@@ -220,6 +220,7 @@ class TestEarlierResults:
         options = [text for kind, file in files.items() for text in (f"--{kind}", str(file))]
         for plot in plots:
             assert run(["bench", "--from", str(earlier), *options, "--plot", str(plot)]) == 0
+            options = [*options, "--force"] if "--force" not in options else options
         assert files["json"].read_text() == json.dumps(two_cases().to_json(), indent=2) + "\n"
         assert files["md"].read_text() == report.markdown(two_cases())
         assert files["csv"].read_text() == report.comma_separated(two_cases())
@@ -227,6 +228,26 @@ class TestEarlierResults:
         assert heads[0].startswith(b"<?xml")
         assert heads[1].startswith(b"\x89PNG")
         assert heads[2] == b"<!DOCTYPE html>"
+
+    def test_no_result_replaces_an_input_or_another(self, no_gpu, capsys, earlier, tmp_path):
+        other = tmp_path / "other.json"
+        other.write_text(earlier.read_text())
+        link = tmp_path / "link.md"
+        link.symlink_to(earlier)
+        before = earlier.read_text()
+        shown = ["bench", "--from", str(earlier), "--baseline", str(other)]
+        for option, file in (("--csv", earlier), ("--md", other), ("--md", link)):
+            assert run([*shown, option, str(file), "--force"]) == 1
+            assert "is the input" in capsys.readouterr().err
+        assert run([*shown, "--md", str(tmp_path / "x"), "--csv", str(tmp_path / "x")]) == 2
+        assert "two results cannot go to one file" in capsys.readouterr().err
+        (tmp_path / "kept.md").write_text("kept")
+        assert run([*shown, "--md", str(tmp_path / "kept.md")]) == 1
+        assert "exists already" in capsys.readouterr().err
+        assert (tmp_path / "kept.md").read_text() == "kept"
+        assert earlier.read_text() == other.read_text() == before
+        assert run([*shown, "--md", str(tmp_path / "kept.md"), "--force"]) == 0
+        assert run([*shown, "--md", str(tmp_path / "new" / "folder.md")]) == 0
 
     def test_a_baseline_follows_the_tables(self, no_gpu, capsys, earlier, tmp_path):
         newer = tmp_path / "new.json"

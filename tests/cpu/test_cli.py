@@ -80,6 +80,13 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"sp24 {sp24cli.__version__}\n"
 
 
+def test_it_is_a_module_too() -> None:
+    shown = subprocess.run(
+        [sys.executable, "-m", "sp24cli", "--version"], env=ENVIRONMENT, capture_output=True
+    )
+    assert shown.stdout.decode() == f"sp24 {sp24cli.__version__}\n"
+
+
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["--help"]) == 0
     text = capsys.readouterr().out
@@ -110,6 +117,8 @@ def test_version_loads_no_numpy() -> None:
         ["prune", "in", "-o"],
         ["prune", "in", "-o", "out", "--workers", "0"],
         ["prune", "in", "-o", "out", "--frobnicate"],
+        ["prune", "", "-o", "out"],
+        ["prune", "in", "-o", ""],
         ["quantize", "in", "-o", "out"],
         ["quantize", "in", "-o", "out", "--scale", "row"],
         ["quantize", "in", "-o", "out", "--scale", "tensor", "--block", "8x8"],

@@ -38,6 +38,7 @@ LAYERS = (
     ("verify",),
     ("bench",),
     ("cli",),
+    ("__main__",),
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 MODULES = sorted(

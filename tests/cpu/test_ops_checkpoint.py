@@ -409,6 +409,23 @@ def test_a_folder_with_something_in_it_is_refused(model: Path, tmp_path: Path) -
         prune_checkpoint(model, output, overwrite=True)
 
 
+def test_resumed_with_another_input_nothing_of_the_first_stays(model: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    command = ("quantize", model, "--prune", "--scale", "vector", "-o", output)
+    count = killed(tmp_path / "all", 0, *command[:-1], tmp_path / "all")
+    assert killed(output, count - 3, *command) == -9
+    assert JOURNAL_NAME in os.listdir(output)
+    before = contents(output)
+    other = tmp_path / "other"
+    other.mkdir()
+    save(other / "model.safetensors", {"a.weight": normal(1, (64, 32))})
+    with pytest.raises(
+        Sp24Error, match=r"has model-0000\d-of-00004\.safetensors, which would stay"
+    ):
+        prune_checkpoint(other, output, resume=True)
+    assert contents(output) == before
+
+
 @pytest.mark.parametrize(
     ("output", "words"),
     [("file", "is not a folder"), ("gone/out", "does not exist"), ("model", "is the input folder")],

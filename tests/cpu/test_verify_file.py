@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,6 +35,9 @@ SPECS = {
     "s8 block": ScaleSpec("block", (32, 8)),
     "tf32": ScaleSpec("none"),
 }
+
+
+E4M3: dict[str, Any] = {"optype": OPERAND_TYPES["e4m3"], "spec": ScaleSpec("vector")}
 
 
 def type_of(kind: str) -> OperandType:
@@ -74,6 +78,27 @@ def tampered(packed: Path, name: str, change: Callable[[Array], None]) -> Path:
     change(part)
     tensors[name] = part
     return save(packed.with_name("tampered"), tensors, metadata)
+
+
+def test_pruned_by_another_method_before_it_was_quantized(tmp_path: Path) -> None:
+    """Against the dense original kept places are taken as stored; values that differ are said."""
+    dense = normal(1, (64, 84))
+    kept = np.zeros((64, 21, 4), bool)
+    kept[..., 1:3] = True  # which magnitude would not keep
+    pruned = np.where(kept.reshape(64, 84), dense, np.float32(0))
+    save(tmp_path / "dense", {"a.weight": dense})
+    save(tmp_path / "pruned", {"a.weight": pruned})
+    quantize_file(tmp_path / "pruned", tmp_path / "packed", **E4M3)
+    for against, note in (("pruned", ""), ("dense", "the original is not 2:4; compared with")):
+        report = verify_file(tmp_path / "packed", tmp_path / against, device="cpu")
+        assert report.passed, report.failure
+        (verdict,) = report.tensors
+        assert verdict.agreement is not None and verdict.agreement.note.startswith(note)
+    # Values that were changed, as sparsegpt does, are not those of the original.
+    save(tmp_path / "updated", {"a.weight": pruned * np.float32(1.25)})
+    quantize_file(tmp_path / "updated", tmp_path / "q", **E4M3)
+    failed = failure(verify_file(tmp_path / "q", tmp_path / "dense", device="cpu"))
+    assert failed.endswith("(the original is not 2:4; pruned by magnitude to compare)")
 
 
 @pytest.mark.parametrize("kind", list(SPECS))
