@@ -87,6 +87,22 @@ def test_it_is_a_module_too() -> None:
     assert shown.stdout.decode() == f"sp24 {sp24cli.__version__}\n"
 
 
+def test_interrupted_while_it_is_imported() -> None:
+    code = (
+        "import sys; from importlib.abc import MetaPathFinder; from sp24cli.__main__ import main\n"
+        "class Slow(MetaPathFinder):\n"
+        "    def find_spec(self, name, *rest):\n"
+        "        if name == 'click': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Slow()); main()"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (
+        130,
+        b"",
+        b"sp24: error: interrupted\n",
+    )
+
+
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["--help"]) == 0
     text = capsys.readouterr().out
