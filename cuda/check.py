@@ -28,6 +28,7 @@ import subprocess
 import sys
 import sysconfig
 from concurrent.futures import ProcessPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -123,6 +124,7 @@ _NO_RESULT = re.compile(
 )
 
 
+@cache  # many walks pass the same instructions
 def written(ins: Instruction) -> set[int]:
     """The general registers that an instruction other than a wgmma writes."""
     if _NO_RESULT.match(ins.opcode.split(".")[0]):
