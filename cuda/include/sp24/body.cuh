@@ -210,8 +210,12 @@ __device__ __forceinline__ void produce_b(const MapsB& maps, const GemmArgs& arg
   Schedule<Config> schedule(args);
   const KShare<Config> share(args, part);
   const uint64_t policy = ptx::l2_policy(args.read_once & 2);
+  int m0 = 0, n0 = 0;
+  bool more = schedule.next(m_rank, m0, n0);
+  // Worked out by now, and not behind the wait, where B's first boxes wait for it.
+  asm volatile("" : "+r"(m0), "+r"(n0));
   ptx::wait_for_prerequisites();  // B is read from here on
-  for (int m0, n0; schedule.next(m_rank, m0, n0);) {
+  for (; more; more = schedule.next(m_rank, m0, n0)) {
     const int rows_b = rows_of_b<Config>(args, n0);
     Round<Config> round(args, share, m0, 0);
     const auto fill = [&](int k, int count) {
