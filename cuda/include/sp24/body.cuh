@@ -26,7 +26,7 @@ constexpr int kPrefetchBoxes = 2;
 constexpr int kFewTokens = 256, kManyRows = 3072;
 
 // The blocks along K of a tile, of a part of K, in the order of its stages: from one on to the last and round
-// to the first. (A last stage that is not full stays the last.)
+// to the first, then those that do not fill a stage.
 //
 // Every CTA reads the same B, and rows of A that lie equally far apart. In step, many CTAs would ask the same
 // few slices of L2 for the same lines of B, and with some strides the same channels of memory for A. So with
@@ -47,9 +47,8 @@ struct Round {
     k = ((turns ? __umulhi(row * 2654435769u, stages) : 0) + skipped) * Config::kStageBlocks;
     if (k >= full) k -= full;
   }
-  // The first block of a stage of `count`.
-  __device__ __forceinline__ uint32_t next(int count) {
-    if (count < Config::kStageBlocks) return full;
+  // The first block of a full stage.
+  __device__ __forceinline__ uint32_t next() {
     const uint32_t at = k;
     k += Config::kStageBlocks;
     if (k == full) k = 0;
@@ -88,12 +87,6 @@ struct BlocksA {
                      count * Config::kBlockBytes, full, policy);
   }
 };
-
-// Blocks of a stage when `left` of a sum are left.
-template <class Config>
-__device__ __forceinline__ int blocks_of_stage(int left) {
-  return Config::kStageBlocks == 1 ? 1 : min(left, Config::kStageBlocks);
-}
 
 // Rows of B that a tile's stages are given: those that there are. What an earlier tile left behind them
 // reaches no column of D.
@@ -138,11 +131,11 @@ __device__ __forceinline__ void fill_first_round(const GemmArgs& args, uint32_t 
   Round<Config> round(args, share, m0, 0);
   const uint64_t policy = ptx::l2_policy(args.read_once & 1);
   const int rows_b = rows_of_b<Config>(args, n0);
-  for (int s = 0, left = share.blocks; s < Config::kStages && left > 0; ++s) {
-    const int count = blocks_of_stage<Config>(left);
-    blocks.fill(shared, s, round.next(count), count, rows_b, policy);
-    left -= Config::kStageBlocks;
-  }
+  const int whole = min(share.blocks / Config::kStageBlocks, Config::kStages);
+  for (int s = 0; s < whole; ++s)
+    blocks.fill(shared, s, round.next(), Config::kStageBlocks, rows_b, policy);
+  const int left = share.blocks % Config::kStageBlocks;
+  if (left && whole < Config::kStages) blocks.fill(shared, whole, round.full, left, rows_b, policy);
 }
 
 // One thread. Brings B's maps near, and a B that all CTAs will read at once into L2, a box a CTA, or each
@@ -159,7 +152,7 @@ __device__ __forceinline__ void prefetch_b(const MapsB& maps, const GemmArgs& ar
   const int boxes = args.k_blocks * boxes_n;
   if (boxes > kPrefetchBoxes * gridDim.x) return;
   for (int box = blockIdx.x; box < boxes; box += gridDim.x) {
-    const int k = box / boxes_n, of_k = box - k * boxes_n;
+    const int k = boxes_n == 1 ? box : box / boxes_n, of_k = box - k * boxes_n;
     ptx::tensor_prefetch(of_k < whole ? &maps.whole : &maps.last, k * kRowBytesB,
                          of_k * Config::kBoxRowsB);
   }
@@ -183,29 +176,28 @@ template <class Config>
 __device__ __forceinline__ void produce_a(const GemmArgs& args, uint32_t shared, uint32_t m_rank,
                                           int part) {
   using Shared = typename Config::Shared;
-  Ring<Config::kStages> ring;
   Schedule<Config> schedule(args);
   const KShare<Config> share(args, part);
   const uint64_t policy = ptx::l2_policy(args.read_once & 1);
   // Stages of the first round that are asked for already.
   const int stages = (share.blocks + Config::kStageBlocks - 1) / Config::kStageBlocks;
-  int first_round = Config::kFillsEarly ? min(stages, Config::kStages) : 0;
+  int filled = Config::kFillsEarly ? min(stages, Config::kStages) : 0;
+  Ring<Config::kStages> ring(filled);
   for (int m0, n0; schedule.next(m_rank, m0, n0);) {
     const BlocksA<Config> blocks(args, share, m0);
-    Round<Config> round(args, share, m0, first_round);
+    Round<Config> round(args, share, m0, filled);
     const int rows_b = rows_of_b<Config>(args, n0);
-#pragma unroll 1
-    for (int left = share.blocks; left > 0; left -= Config::kStageBlocks) {
-      if (first_round > 0) {
-        --first_round;
-      } else {
-        // The first round finds the barrier fresh: the phase before its first counts as complete.
-        ptx::mbarrier_wait(shared + offsetof(Shared, empty) + ring.stage * 8, ring.parity ^ 1);
-        const int count = blocks_of_stage<Config>(left);
-        blocks.fill(shared, ring.stage, round.next(count), count, rows_b, policy);
-      }
+    const auto fill = [&](uint32_t k, int count) {
+      // The first round finds the barrier fresh: the phase before its first counts as complete.
+      ptx::mbarrier_wait(shared + offsetof(Shared, empty) + ring.stage * 8, ring.parity ^ 1);
+      blocks.fill(shared, ring.stage, k, count, rows_b, policy);
       ring.advance();
-    }
+    };
+    int left = share.blocks - filled * Config::kStageBlocks;
+    filled = 0;
+#pragma unroll 1
+    for (; left >= Config::kStageBlocks; left -= Config::kStageBlocks) fill(round.next(), Config::kStageBlocks);
+    if (Config::kStageBlocks > 1 && left > 0) fill(round.full, left);
   }
 }
 
@@ -218,13 +210,15 @@ __device__ __forceinline__ void produce_b(const MapsB& maps, const GemmArgs& arg
   Schedule<Config> schedule(args);
   const KShare<Config> share(args, part);
   const uint64_t policy = ptx::l2_policy(args.read_once & 2);
+  int m0 = 0, n0 = 0;
+  bool more = schedule.next(m_rank, m0, n0);
+  // Worked out by now, and not behind the wait, where B's first boxes wait for it.
+  asm volatile("" : "+r"(m0), "+r"(n0));
   ptx::wait_for_prerequisites();  // B is read from here on
-  for (int m0, n0; schedule.next(m_rank, m0, n0);) {
+  for (; more; more = schedule.next(m_rank, m0, n0)) {
     const int rows_b = rows_of_b<Config>(args, n0);
     Round<Config> round(args, share, m0, 0);
-#pragma unroll 1
-    for (int left = share.blocks; left > 0; left -= Config::kStageBlocks) {
-      const int count = blocks_of_stage<Config>(left), k = share.first + round.next(count);
+    const auto fill = [&](int k, int count) {
       ptx::mbarrier_wait(shared + offsetof(Shared, empty) + ring.stage * 8, ring.parity ^ 1);
       const uint32_t full = shared + offsetof(Shared, full) + ring.stage * 8;
 #pragma unroll
@@ -235,7 +229,12 @@ __device__ __forceinline__ void produce_b(const MapsB& maps, const GemmArgs& arg
         fetch_b<Config>(maps, to, k + j, n0, rows_b, m_rank, part, full, policy);
       }
       ring.advance();
-    }
+    };
+    int left = share.blocks;
+#pragma unroll 1
+    for (; left >= Config::kStageBlocks; left -= Config::kStageBlocks)
+      fill(share.first + round.next(), Config::kStageBlocks);
+    if (Config::kStageBlocks > 1 && left > 0) fill(share.first + round.full, left);
   }
   // What the cluster's other CTAs send here must find this CTA's shared memory still there, and what they
   // send are arrivals and bytes. The arrivals: it ends when every stage has been given back by all. The
@@ -360,11 +359,16 @@ __device__ __forceinline__ void gemm(const MapsB& maps, const GemmArgs& args) {
   const int part = Config::kSplit == 1 ? 0 : cta_rank / Config::kCluster;
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // uniform for the compiler too
 
+  // Two threads, for each barrier takes its time, and A is asked for behind the first half.
   if (warp == 0 && ptx::elect_one()) {
-    for (int s = 0; s < Config::kStages; ++s) {
+    for (int s = 0; s < Config::kStages; ++s)
       ptx::mbarrier_init(shared + offsetof(Shared, full) + s * 8, Config::kFills);
+    ptx::fence_mbarrier_init();
+    if constexpr (Config::kFillsEarly) fill_first_round<Config>(args, shared, m_rank, part);
+  }
+  if (warp == 2 && ptx::elect_one()) {
+    for (int s = 0; s < Config::kStages; ++s)
       ptx::mbarrier_init(shared + offsetof(Shared, empty) + s * 8, Config::kReleases);
-    }
     if constexpr (Config::kSplit > 1)
       for (int w = 0; w < Config::kConsumers; ++w) {
         ptx::mbarrier_init(shared + offsetof(Shared, exchange.landed) + w * 8, 1);
@@ -372,7 +376,6 @@ __device__ __forceinline__ void gemm(const MapsB& maps, const GemmArgs& args) {
                            Config::kExchangeReleases);
       }
     ptx::fence_mbarrier_init();
-    if constexpr (Config::kFillsEarly) fill_first_round<Config>(args, shared, m_rank, part);
   }
   if (warp == 1 && ptx::elect_one()) prefetch_b<Config>(maps, args);
   // No CTA may copy into, or arrive at, another's shared memory before its barriers stand.

@@ -14,6 +14,10 @@ namespace sp24 {
 template <int kStages>
 struct Ring {
   uint32_t stage = 0, parity = 0;
+  Ring() = default;
+  // After up to a whole round of stages.
+  __device__ __forceinline__ explicit Ring(int stages)
+      : stage(stages == kStages ? 0 : stages), parity(stages == kStages) {}
   __device__ __forceinline__ void advance() {
     if (++stage == kStages) {
       stage = 0;

@@ -24,6 +24,12 @@ struct Schedule {
   // the CTA's place along M in its cluster.
   __device__ __forceinline__ bool next(int m_rank, int& m0, int& n0) {
     if (!more()) return false;
+    if (cols == 1) {  // as below, without the divisions: a tile of few tokens waits for them
+      m0 = (index * Config::kCluster + m_rank) * Config::kTileM;
+      n0 = 0;
+      index += stride;
+      return true;
+    }
     const int group = index / (raster * cols), within = index - group * raster * cols;
     const int first = group * raster, height = min(raster, rows - first);
     const int step = within / height, row = first + within - step * height;
