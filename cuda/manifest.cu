@@ -25,8 +25,8 @@ void gemm(const char* name, const char* operand, const char* out, const char* or
       "\"promote_k\": %d, \"loop_scales\": \"%s\", \"weight_scales\": \"%s\", "
       "\"scales\": [%s%s%s%s%s], \"layout\": \"%s\", "
       "\"tile_m\": %d, \"tile_n\": %d, \"tile_k\": %d, \"consumers\": %d, \"cluster\": %d, "
-      "\"split\": %d, \"stages\": %d, \"stage_blocks\": %d, \"threads\": %d, \"smem_bytes\": %zu, "
-      "\"block_bytes\": %d, \"box_rows_b\": %d, \"box_bytes_b\": %d, \"k_multiple\": %d, \"args\": \"gemm\"}",
+      "\"split\": %d, \"balanced\": %s, \"stages\": %d, \"stage_blocks\": %d, \"threads\": %d, "
+      "\"smem_bytes\": %zu, \"block_bytes\": %d, \"box_rows_b\": %d, \"box_bytes_b\": %d, \"k_multiple\": %d, \"args\": \"gemm\"}",
       separator, name, Operand::kWidened ? "e4m3_widened" : operand,
       Config::kScaledInLoop ? "_blocks" : kPrecise ? "_precise" : "", Operand::kTypeA,
       Operand::kTypeB, out, order, Operand::kSum, Config::kPromoteK, scales, weight_scales,
@@ -34,7 +34,8 @@ void gemm(const char* name, const char* operand, const char* out, const char* or
       weights_scaled ? ", \"" : "", weights_scaled ? weight_scales : "", weights_scaled ? "\"" : "",
       Operand::kWidened ? "widened" : "sm90",
       Config::kTileM, Config::kTileN, Config::kTileK, Config::kConsumers, Config::kCluster,
-      Config::kSplit, Config::kStages, Config::kStageBlocks, Config::kThreads,
+      Config::kSplit, Config::kBalanced ? "true" : "false", Config::kStages, Config::kStageBlocks,
+      Config::kThreads,
       sizeof(typename Config::Shared), Config::kBlockBytes, Config::kBoxRowsB, sp24::kRowBytesB, Operand::kGroup);
   separator = ",\n";
 }

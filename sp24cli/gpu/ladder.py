@@ -23,8 +23,7 @@ from sp24cli.errors import Sp24Error
 from sp24cli.gpu.arguments import pack_struct, tensor_map
 from sp24cli.gpu.device import Buffer, Device, Kernel
 from sp24cli.gpu.matmul import OUT_DTYPES, SparseWeight
-from sp24cli.gpu.order import tile_order
-from sp24cli.gpu.select import cta_tiles
+from sp24cli.gpu.order import cluster_rows, tile_order
 from sp24cli.kernels import manifest
 from sp24cli.kernels.manifest import RungEntry
 from sp24cli.metadata import EMPTY_NIBBLE
@@ -169,10 +168,11 @@ class RungWeight:
                 meta = words.ptr
         map_b = tensor_map(x.ptr, k * item, n, ldx * item, entry.box_b)
         loaded = device.kernel(entry)
-        tiles = cta_tiles(entry, m, n)
         columns = -(-n // entry.tile_n)
+        rows = cluster_rows(entry, m, columns, loaded.max_clusters)
+        tiles = rows * columns * entry.cluster_ctas
         order = tile_order(
-            tiles // entry.cluster_ctas // columns,
+            rows,
             columns,
             loaded.max_clusters,
             weight.image.nbytes,
@@ -200,6 +200,7 @@ class RungWeight:
                 "scale_b_stride": int(scale_b_rows),
                 "vector_store": int(m * OUT_DTYPES[entry.out_type].itemsize % 16 == 0),
                 "raster": order.raster,
+                "cluster_rows": rows,
                 "read_once": order.read_once,
                 "meta": meta,
             },

@@ -17,8 +17,8 @@ from sp24cli.gpu.activations import gather_columns
 from sp24cli.gpu.arguments import pack_struct, tensor_map
 from sp24cli.gpu.arrays import DeviceArray, vector, view
 from sp24cli.gpu.device import Buffer, Device, Kernel
-from sp24cli.gpu.order import tile_order
-from sp24cli.gpu.select import Choice, candidates, chosen, cta_tiles, needs_widening
+from sp24cli.gpu.order import cluster_rows, tile_order
+from sp24cli.gpu.select import Choice, candidates, chosen, needs_widening
 from sp24cli.kernels import manifest
 from sp24cli.kernels.choices import Problem
 from sp24cli.optypes import (
@@ -149,12 +149,12 @@ class Plan:
             for rows in (entry.box_rows_b, (self.n - 1) % entry.tile_n + 1)
         ]
         out_bytes = OUT_DTYPES[entry.out_type].itemsize
-        tiles = cta_tiles(entry, m, self.n)
         cols = -(-self.n // entry.tile_n)
         clusters = self.loaded.max_clusters
-        tile_rows = tiles // entry.cluster_ctas // cols
+        rows = cluster_rows(entry, m, cols, clusters)
+        tiles = rows * cols * entry.cluster_ctas
         order = tile_order(
-            tile_rows,
+            rows,
             cols,
             clusters,
             weight.image.nbytes,
@@ -192,6 +192,8 @@ class Plan:
                 "scale_b_stride": b_strides[0],
                 "vector_store": int(out_ptr % 16 == 0 and ldd * out_bytes % 16 == 0),
                 "raster": order.raster,
+                "cluster_rows": rows,
+                "tile_blocks": -(-(weight.blocks[0] << 16) // (rows * entry.cluster)),
                 "read_once": order.read_once,
                 "scale_a_rows": block_m,
                 "scale_a_steps": _steps(block_k, k, step),

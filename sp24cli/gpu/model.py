@@ -13,6 +13,7 @@ finds them anew from measured times.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -20,6 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from sp24cli.gpu.order import cluster_rows
 from sp24cli.kernels.choices import Problem
 from sp24cli.kernels.manifest import Entry
 
@@ -143,18 +145,19 @@ def residents(entry: Entry) -> int:
 def _point(entry: Entry, p: Problem, sm_count: int) -> tuple[float, ...]:
     """The fields of `Points`. An empty problem counts as the smallest."""
     m, n, k = max(p.m, 1), max(p.n, 1), max(p.k, 1)
-    rows = -(-m // (entry.tile_m * entry.cluster))
     cols = -(-n // entry.tile_n)
     slots = sm_count * residents(entry)
     usable = int(slots * _CLUSTER_SHARE.get(entry.cluster_ctas, 1))
     places = max(1, usable // entry.cluster_ctas)
+    rows = cluster_rows(entry, m, cols, places)
+    tile_blocks = m / 64 / (rows * entry.cluster) if entry.balanced else entry.tile_m / 64
     blocks = -(-k // entry.tile_k)
     a = m / 64 * blocks * entry.block_bytes
     b = n * blocks * entry.box_bytes_b
     pieces = entry.tile_k / entry.promote_k if entry.promote_k else 0.0
     return (
         entry.tile_n,
-        entry.consumers,
+        min(entry.consumers, math.ceil(tile_blocks)),
         entry.split,
         entry.cluster_ctas,
         entry.layout == "widened",
@@ -171,7 +174,7 @@ def _point(entry: Entry, p: Problem, sm_count: int) -> tuple[float, ...]:
         a,
         b,
         m * n * _OUT_BYTES[entry.out_type],
-        entry.tile_m // 64 * entry.block_bytes * entry.cluster,
+        tile_blocks * entry.block_bytes * entry.cluster,
         slots,
     )
 

@@ -151,11 +151,6 @@ def sums_from_the_start(entry: Entry, m: int, n: int) -> bool:
     return entry.split == 1 and (n > FEW_TOKENS or m < MANY_ROWS)
 
 
-def cta_tiles(entry: Entry | RungEntry, m: int, n: int) -> int:
-    """CTAs that the tiles of D keep busy once each: whole clusters along M, every part of K."""
-    return -(-m // (entry.tile_m * entry.cluster)) * entry.cluster_ctas * -(-n // entry.tile_n)
-
-
 class Selector:
     """Chooses kernels on ``sm_count`` SMs by ``known``: tables of this kind of GPU with their
     names, the first to be trusted most."""

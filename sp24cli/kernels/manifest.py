@@ -80,6 +80,7 @@ class Entry:
     args: str
     stage_blocks: int = 1
     split: int = 1
+    balanced: bool = False
     promote_k: int = 0
     loop_scales: str = "none"
     weight_scales: str = "none"
@@ -189,6 +190,7 @@ class RungEntry:
     registers: int
     local_bytes: int
     args: str
+    balanced: bool = False
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,10 @@ from sp24cli.errors import Sp24Error
 from sp24cli.gpu.device import Device
 from sp24cli.gpu.matmul import OUT_DTYPES, SparseWeight
 from sp24cli.gpu.model import residents
+from sp24cli.gpu.order import cluster_rows
 from sp24cli.gpu.select import MANY_ROWS
 from sp24cli.kernels import manifest
-from sp24cli.optypes import OPERANDS
+from sp24cli.optypes import BLOCK_ROWS, OPERANDS
 from sp24cli.verify.compare import Comparison
 from sp24cli.verify.gpu import multiply, padded_rows
 from sp24cli.verify.tensorcore import element_bound, frobenius_bound
@@ -246,6 +247,21 @@ def test_several_tiles_of_few_tokens_a_cta(device: Device, entry: manifest.Entry
     problem = problems.integers(entry.type, m, 9, k, problems.operand_scale(entry))
     want = problem.exact.astype(np.float32).astype(OUT_DTYPES[entry.out_type])
     assert np.array_equal(run(device, entry, problem), want)
+
+
+@pytest.mark.parametrize("entry", [e for e in ENTRIES if e.balanced], ids=lambda e: e.name)
+def test_balanced_tiles_of_different_heights(device: Device, entry: manifest.Entry) -> None:
+    """Several a CTA, of which the last may be lower: warpgroups that have rows in some of a CTA's
+    tiles only. As many columns of tiles as leave no cluster for more rows of them."""
+    cols = device.kernel(entry).max_clusters + 1
+    full = entry.cluster * entry.tile_m // BLOCK_ROWS
+    k = 2 * entry.stage_blocks * entry.split * entry.tile_k + 4
+    for blocks in (1, full - 1, full + 1):
+        m, n = blocks * BLOCK_ROWS - 3, cols * entry.tile_n - 5
+        assert cluster_rows(entry, m, cols, cols - 1) == -(-blocks // full)
+        problem = problems.integers(entry.type, m, n, k, problems.operand_scale(entry))
+        want = problem.exact.astype(np.float32).astype(OUT_DTYPES[entry.out_type])
+        assert np.array_equal(run(device, entry, problem), want), blocks
 
 
 @pytest.mark.parametrize(

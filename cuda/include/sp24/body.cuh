@@ -38,9 +38,9 @@ template <class Config>
 struct Round {
   uint32_t k, full;  // the next block, and the blocks of full stages: of the part of K
 
-  // From the stage after the first `skipped`.
-  __device__ __forceinline__ Round(const GemmArgs& args, const KShare<Config>& share, int m0, int skipped) {
-    const uint32_t row = uint32_t(m0) / (Config::kTileM * Config::kCluster);
+  // Of the cluster's row of tiles, from the stage after the first `skipped`.
+  __device__ __forceinline__ Round(const GemmArgs& args, const KShare<Config>& share, uint32_t row,
+                                   int skipped) {
     const uint32_t stages = uint32_t(share.blocks) / Config::kStageBlocks;
     const bool turns = !Config::kScaledInLoop && args.n <= kFewTokens && args.m >= kManyRows;
     full = stages * Config::kStageBlocks;
@@ -61,9 +61,12 @@ template <class Config>
 struct BlocksA {
   const uint8_t* image;
   uint32_t rows[Config::kRowBlocks];  // numbers, in the image, of each row's first block of the part of K
+  int row_blocks;                     // those that the tile has
 
-  __device__ __forceinline__ BlocksA(const GemmArgs& args, const KShare<Config>& share, int m0)
-      : image(reinterpret_cast<const uint8_t*>(args.a)) {
+  __device__ __forceinline__ BlocksA(const GemmArgs& args, const KShare<Config>& share, int m0,
+                                     int row_blocks)
+      : image(reinterpret_cast<const uint8_t*>(args.a)),
+        row_blocks(Config::kBalanced ? row_blocks : Config::kRowBlocks) {
 #pragma unroll
     for (int b = 0; b < Config::kRowBlocks; ++b) {
       // Blocks past the last are never stored: read the last again instead of beyond the image.
@@ -80,11 +83,12 @@ struct BlocksA {
     const uint32_t full = shared + offsetof(Shared, full) + stage * 8;
     const uint32_t to = shared + offsetof(Shared, a) + stage * Config::kRowBlocks * kRoom;
     ptx::mbarrier_arrive_expect_tx(
-        full, count * (Config::kRowBlocks * Config::kBlockBytes + rows_b * kRowBytesB));
+        full, count * (row_blocks * Config::kBlockBytes + rows_b * kRowBytesB));
 #pragma unroll
     for (int b = 0; b < Config::kRowBlocks; ++b)
-      ptx::bulk_copy(to + b * kRoom, image + uint64_t{rows[b] + k} * Config::kBlockBytes,
-                     count * Config::kBlockBytes, full, policy);
+      if (b < row_blocks)
+        ptx::bulk_copy(to + b * kRoom, image + uint64_t{rows[b] + k} * Config::kBlockBytes,
+                       count * Config::kBlockBytes, full, policy);
   }
 };
 
@@ -127,8 +131,8 @@ __device__ __forceinline__ void fill_first_round(const GemmArgs& args, uint32_t 
   const KShare<Config> share(args, part);
   int m0, n0;
   if (!schedule.next(m_rank, m0, n0)) return;
-  const BlocksA<Config> blocks(args, share, m0);
-  Round<Config> round(args, share, m0, 0);
+  const BlocksA<Config> blocks(args, share, m0, schedule.blocks);
+  Round<Config> round(args, share, schedule.row, 0);
   const uint64_t policy = ptx::l2_policy(args.read_once & 1);
   const int rows_b = rows_of_b<Config>(args, n0);
   const int whole = min(share.blocks / Config::kStageBlocks, Config::kStages);
@@ -184,8 +188,8 @@ __device__ __forceinline__ void produce_a(const GemmArgs& args, uint32_t shared,
   int filled = Config::kFillsEarly ? min(stages, Config::kStages) : 0;
   Ring<Config::kStages> ring(filled);
   for (int m0, n0; schedule.next(m_rank, m0, n0);) {
-    const BlocksA<Config> blocks(args, share, m0);
-    Round<Config> round(args, share, m0, filled);
+    const BlocksA<Config> blocks(args, share, m0, schedule.blocks);
+    Round<Config> round(args, share, schedule.row, filled);
     const int rows_b = rows_of_b<Config>(args, n0);
     const auto fill = [&](uint32_t k, int count) {
       // The first round finds the barrier fresh: the phase before its first counts as complete.
@@ -217,7 +221,7 @@ __device__ __forceinline__ void produce_b(const MapsB& maps, const GemmArgs& arg
   ptx::wait_for_prerequisites();  // B is read from here on
   for (; more; more = schedule.next(m_rank, m0, n0)) {
     const int rows_b = rows_of_b<Config>(args, n0);
-    Round<Config> round(args, share, m0, 0);
+    Round<Config> round(args, share, schedule.row, 0);
     const auto fill = [&](int k, int count) {
       ptx::mbarrier_wait(shared + offsetof(Shared, empty) + ring.stage * 8, ring.parity ^ 1);
       const uint32_t full = shared + offsetof(Shared, full) + ring.stage * 8;
@@ -244,14 +248,6 @@ __device__ __forceinline__ void produce_b(const MapsB& maps, const GemmArgs& arg
       ptx::mbarrier_wait(shared + offsetof(Shared, empty) + ring.stage * 8, ring.parity ^ 1);
       ring.advance();
     }
-}
-
-// Calls `f` with min(count, kMost) as a constant.
-template <int kMost, class F>
-__device__ __forceinline__ void with_count(int count, F&& f) {
-  if constexpr (kMost > 1)
-    if (count < kMost) return with_count<kMost - 1>(count, f);
-  f(std::integral_constant<int, kMost>{});
 }
 
 // One warpgroup: 64 rows of the tile, over one part of K.
@@ -294,6 +290,9 @@ __device__ __forceinline__ void consume(const GemmArgs& args, uint32_t shared, u
   const int barrier = kBarriers * warpgroup + 1;
   // The wgmmas of a stage start, and the stage before is released once all but the newest group are done,
   // that is once it has been read.
+  using Whole = std::integral_constant<int, Config::kStageBlocks>;
+  using One = std::integral_constant<int, 1>;
+  static_assert(Config::kStageBlocks <= 2, "what does not fill a stage is one block");
   const auto step = [&](auto count) {
     multiply(count, 1);
     ptx::wgmma_wait<1>();
@@ -302,25 +301,42 @@ __device__ __forceinline__ void consume(const GemmArgs& args, uint32_t shared, u
     ring.advance();
   };
 
+  // A tile that has no rows for this warpgroup: its stages are given back as they come.
+  static_assert(!Config::kBalanced || !Config::kGathers, "warps that wait for stages themselves");
+  const auto pass_over = [&] {
+    for (int left = share.blocks; left > 0; left -= Config::kStageBlocks) {
+      stages.await(ring, false);
+      stages.release(ring.stage);
+      ring.advance();
+    }
+  };
+
   ptx::wait_for_prerequisites();  // scales are read and D is written from here on
   Exchange<Config> exchange(shared, m_rank, part, warpgroup);
   for (int m0, n0; schedule.next(m_rank, m0, n0);) {
+    if (Config::kBalanced && warpgroup >= schedule.blocks) {
+      pass_over();
+      continue;
+    }
     m0 += warpgroup * kBlockRows;
     n0 += part * Config::kStoredN;
     scales.fetch(args, m0, n0);
-    with_count<Config::kStageBlocks>(share.blocks, [&](auto count) { multiply(count, 0); });
+    if (share.blocks < Config::kStageBlocks)
+      multiply(One{}, 0);
+    else
+      multiply(Whole{}, 0);
     reading = ring.stage;
     ring.advance();
     int left = share.blocks - Config::kStageBlocks;
     for (; left >= Config::kStageBlocks; left -= Config::kStageBlocks)
-      step(std::integral_constant<int, Config::kStageBlocks>{});
-    if constexpr (Config::kStageBlocks > 1)
-      if (left > 0) with_count<Config::kStageBlocks - 1>(left, step);
+      step(Whole{});
+    if (Config::kStageBlocks > 1 && left > 0) step(One{});
     ptx::wgmma_wait<0>();
     stages.release_last(reading);
     finish_tile<Config>(acc, exchange, share.counts, schedule.more(), args, scales, chunks, barrier, m0,
                         n0);
   }
+  if constexpr (Config::kBalanced && Config::kSplit > 1) exchange.settle();
 }
 
 // The same where the sums are promoted; K is not split.

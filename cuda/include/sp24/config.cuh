@@ -60,6 +60,8 @@ struct GemmConfig {
   static constexpr int kRowBlocks = kPromoted ? 2 : kConsumers;  // a tile's blocks of 64 rows
   static constexpr int kStoredBlocks = kPromoted ? 2 : 1;        // those of a warpgroup
   static constexpr int kTileM = kRowBlocks * kBlockRows;
+  // Whether the rows of D are dealt out evenly, in tiles of up to kTileM (schedule.cuh).
+  static constexpr bool kBalanced = !kPromoted && !Operand::kWidened && kConsumers > 2 && kTileN <= 128;
   // Blocks along K of a stage. With few columns what a stage costs sets the pace, and several blocks share
   // it: where weights are widened it is instructions, else the thread that asks for A.
   static constexpr int kStageBlocks =

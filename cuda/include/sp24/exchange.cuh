@@ -47,7 +47,8 @@ struct KShare {
 //   with messages that are sent once that thread's warp has arrived at `taken`, and `taken` the next
 //   only with arrivals that follow messages which that thread itself still has to send.
 // A CTA's memory outlives what is sent to it: of the last tile it waits for every message, and the
-// arrivals of the tile before have all been waited for when that one's messages are sent.
+// arrivals of the tile before have all been waited for when that one's messages are sent, or at the end
+// where this warpgroup sends none of the last (`settle`): it has no rows there, nor has its counterpart.
 template <class Config, bool kSplits = (Config::kSplit > 1)>
 struct Exchange {
   static constexpr int kParts = Config::kSplit;
@@ -55,6 +56,7 @@ struct Exchange {
   static constexpr uint32_t kSlotBytes = kSums * 4 * 128;
 
   uint32_t slots, landed, taken, m_rank, parity = 0;
+  bool announced = false;  // whether arrivals for a next tile are on their way here
   int part;
 
   __device__ __forceinline__ Exchange(uint32_t shared, uint32_t m_rank, int part, int warpgroup)
@@ -120,6 +122,7 @@ struct Exchange {
         sums[i + e] = sum;
       }
     }
+    announced = more;
     if (!more) return;
     __syncwarp();  // the arriving lanes speak for the reads of all
     const int lane = threadIdx.x % 32;
@@ -127,6 +130,11 @@ struct Exchange {
     for (int p = 0; p < kParts; ++p)
       if (p != part && (kArrivingLanes == 32 || lane == p))
         ptx::mbarrier_arrive_cluster(there(taken, p));
+  }
+
+  // After all tiles, where the last of them may have had no rows for this warpgroup.
+  __device__ __forceinline__ void settle() const {
+    if (announced) ptx::mbarrier_wait_cluster(taken, parity ^ 1);
   }
 };
 

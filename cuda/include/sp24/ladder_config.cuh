@@ -66,7 +66,8 @@ struct RungConfig {
   static constexpr int kStoredBlocks = 1;
   using StoredSums = float[kStoredN / 2];
 
-  static constexpr int kTileM = kConsumers * kBlockRows;
+  static constexpr int kRowBlocks = kConsumers, kTileM = kRowBlocks * kBlockRows;
+  static constexpr bool kBalanced = false;
   static constexpr int kTileK = kPanels * kRowBytesB / Operand::kItemBytes;  // logical K of a stage
   static constexpr int kSteps = 2 * kPanels;                                   // wgmmas a stage
   static constexpr int kThreads = (kConsumers + 1) * 128;

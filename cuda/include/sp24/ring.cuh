@@ -82,7 +82,7 @@ struct StageReader {
   __device__ __forceinline__ Meta meta(uint32_t stage, int block = 0) const {
     return ptx::load_shared<Meta>(meta0 + stage * kStageA + block * Config::kBlockBytes);
   }
-  // Descriptors of the stage's first step. The second lies 32 bytes further in a row of A and 64 bytes
+  // Descriptors of a block's first step. The second lies 32 bytes further in a row of A and 64 bytes
   // further in a row of B: inside the swizzle span, where the hardware swizzles the sum.
   __device__ __forceinline__ uint64_t desc_a(uint32_t stage, int block = 0) const {
     return desc_a0 + stage * (kStageA >> 4) + block * (Config::kBlockBytes >> 4);

@@ -7,16 +7,23 @@ namespace sp24 {
 // Tiles are walked in groups of `raster` cluster rows, M fastest, so that the clusters that run
 // together read few distinct rows of A and of B and find them in L2. Every other group walks its
 // columns backwards, so that it starts with those that L2 still holds.
+//
+// Balanced tiles have as many blocks of 64 rows as give each CTA about the same, up to kRowBlocks, or none:
+// where few CTAs would be busy, or some with a tile that ends beyond the last row, all are.
 template <class Config>
 struct Schedule {
-  int rows, cols, raster, index, stride;
+  int rows, cols, raster, index, stride, m_blocks;
+  uint32_t tile_blocks;
+  int row = 0, blocks = Config::kRowBlocks;  // of the tile: the cluster's row, and its own blocks of rows
 
   __device__ __forceinline__ explicit Schedule(const GemmArgs& args)
-      : rows((args.m + Config::kTileM * Config::kCluster - 1) / (Config::kTileM * Config::kCluster)),
+      : rows(args.cluster_rows),
         cols((args.n + Config::kTileN - 1) / Config::kTileN),
         raster(args.raster),
         index(blockIdx.x / Config::kClusterCtas),
-        stride(gridDim.x / Config::kClusterCtas) {}
+        stride(gridDim.x / Config::kClusterCtas),
+        m_blocks(args.m_blocks),
+        tile_blocks(args.tile_blocks) {}
 
   __device__ __forceinline__ bool more() const { return index < rows * cols; }
 
@@ -25,19 +32,36 @@ struct Schedule {
   __device__ __forceinline__ bool next(int m_rank, int& m0, int& n0) {
     if (!more()) return false;
     if (cols == 1) {  // as below, without the divisions: a tile of few tokens waits for them
-      m0 = (index * Config::kCluster + m_rank) * Config::kTileM;
+      row = index;
+      m0 = first_row(m_rank);
       n0 = 0;
       index += stride;
       return true;
     }
     const int group = index / (raster * cols), within = index - group * raster * cols;
     const int first = group * raster, height = min(raster, rows - first);
-    const int step = within / height, row = first + within - step * height;
+    const int step = within / height;
+    row = first + within - step * height;
     const int col = group % 2 ? cols - 1 - step : step;
-    m0 = (row * Config::kCluster + m_rank) * Config::kTileM;
+    m0 = first_row(m_rank);
     n0 = col * Config::kTileN;
     index += stride;
     return true;
+  }
+
+ private:
+  __device__ __forceinline__ int first_row(int m_rank) {
+    const int tile = row * Config::kCluster + m_rank;
+    if constexpr (Config::kBalanced) {
+      const int first = first_block(tile);
+      blocks = first_block(tile + 1) - first;
+      return first * kBlockRows;
+    } else {
+      return tile * Config::kTileM;
+    }
+  }
+  __device__ __forceinline__ int first_block(int tile) const {
+    return min(int(uint64_t(tile) * tile_blocks >> 16), m_blocks);
   }
 };
 
