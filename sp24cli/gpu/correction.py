@@ -25,11 +25,11 @@ Array = npt.NDArray[Any]
 #: and of the share of the places that are taken; columns of padding by those of a tile; and whether
 #: more than half of the SMs' room is taken. These and the next were chosen by cross-validation over
 #: what `samples/fit_model.py` reads.
-_ALIKE = np.array([1.8, 2.6, 1.1, 2.3, 0.36, 1.1, 0.86])
+_ALIKE = np.array([1.3, 5.1, 1.5, 4.5, 0.5, 2.2, 0.86])
 
 #: Deviations, relative: of a kernel from the model beside others, of the mean of that, and of a
 #: measurement, which counts the less the slower the kernel was beside the fastest, by this share.
-_SPREAD, _MEAN, _NOISE, _SLOWER = 0.098, 0.015, 0.02, 0.46
+_SPREAD, _MEAN, _NOISE, _SLOWER = 0.07, 0.021, 0.02, 0.33
 
 #: Kernels that took more than so many times as long as the fastest say nothing of the fast ones.
 _TRIM = 2.0

@@ -28,8 +28,8 @@ from sp24cli.kernels.manifest import Entry
 Array = npt.NDArray[Any]
 
 #: The share of the SMs that clusters of so many CTAs find in whole processor clusters. Source: the
-#: occupancy query on an H200, 30 clusters of 4 on 132 SMs.
-_CLUSTER_SHARE = {4: 120 / 132}
+#: occupancy query on an H200, 30 clusters of 4 on 132 SMs; and times there, by which 15 of 8 fit.
+_CLUSTER_SHARE = {4: 120 / 132, 8: 120 / 132}
 
 #: What an SM of sm_90 has for CTAs, in bytes of shared memory (1 KB of a CTA's is the system's) and
 #: registers. Source: CUDA C++ Programming Guide, "Compute Capability 9.0".
@@ -47,40 +47,42 @@ class Constants:
 
     ``port`` is a row of 128 bytes of B for a warpgroup, ``a_rows`` how many of these its A is
     like; a full chip runs slower by ``throttle``, relative. ``warpgroup`` is a step of one
-    warpgroup whatever its tile, ``widen`` the conversion of its weights, ``issue`` what the
-    thread that asks for A takes for a stage at least. ``piece`` is a column of a piece of K whose
-    sum is promoted, ``scale`` one of a piece whose scales differ. ``l2`` and ``dram`` are rates.
-    ``launch`` is a launch, ``late`` what it takes longer if its CTAs find no SM before the launch
-    before has ended, ``several`` if they have several narrow tiles each (these launches do not
-    overlap), ``wide`` if they have wide tiles, which do not ask for A early. ``latency`` is the
-    first stage's. ``column`` is a column of a warpgroup's rows at a tile's end; of a tile split
-    over K ``exchange`` and, for each column that is sent, ``sent``. ``sum_time`` and
-    ``sum_memory`` are the exponents of the smooth maxima: of steps and memory, of L2 and DRAM.
+    warpgroup whatever its tile, ``widen`` the conversion of its weights, ``flight`` how long a
+    stage is on its way, ``issue`` what the thread that asks for A takes for a stage at least.
+    ``piece`` is a column of a piece of K whose sum is promoted, ``scale`` one of a piece whose
+    scales differ. ``l2`` and ``dram`` are rates. ``launch`` is a launch, ``late`` what it takes
+    longer if its CTAs find no SM before the launch before has ended, ``several`` if they have
+    several narrow tiles each (these launches do not overlap), ``wide`` if they have wide tiles,
+    which do not ask for A early. ``latency`` is the first stage's. ``column`` is a column of a
+    warpgroup's rows at a tile's end; of a tile split over K ``exchange`` and, for each column that
+    is sent, ``sent``. ``sum_time`` and ``sum_memory`` are the exponents of the smooth maxima: of
+    steps and memory, of L2 and DRAM.
     """
 
-    port: float = 0.5856
-    a_rows: float = 38.09
-    throttle: float = 0.01562
-    warpgroup: float = 33.84
+    port: float = 0.5679
+    a_rows: float = 30.14
+    throttle: float = 0.04093
+    warpgroup: float = 23.7
     widen: float = 14.0
-    issue: float = 116.0
+    flight: float = 1174.0
+    issue: float = 92.38
     piece: float = 0.96
     scale: float = 0.38
-    l2: float = 10480.0
-    dram: float = 5036.0
-    launch: float = 733.3
-    late: float = 99.59
-    several: float = 2149.0
-    wide: float = 254.2
-    latency: float = 757.2
-    column: float = 5.672
-    exchange: float = 546.4
-    sent: float = 10.18
-    sum_time: float = 2.83
-    sum_memory: float = 2.134
+    l2: float = 10660.0
+    dram: float = 5442.0
+    launch: float = 763.0
+    late: float = 324.2
+    several: float = 2278.0
+    wide: float = 3.695
+    latency: float = 583.9
+    column: float = 5.479
+    exchange: float = 295.3
+    sent: float = 11.45
+    sum_time: float = 2.882
+    sum_memory: float = 1.851
 
 
-#: Source: `samples/fit_model.py` over 357 problems timed on an H200 (132 SMs, 700 W): kernels near
+#: Source: `samples/fit_model.py` over 358 problems timed on an H200 (132 SMs, 700 W): kernels near
 #: the fastest are 6.3 % off, root of the mean square. ``widen``, ``piece`` and ``scale`` are of no
 #: kernel among them: of single timings of widened, precise and block-scaled ones (cuda/README.md).
 H200 = Constants()
@@ -92,10 +94,10 @@ class Points:
 
     ``tile_rows`` are whole clusters along M, ``tiles`` these by ``cols``, of which ``places`` run
     at once, on SMs that hold ``slots`` CTAs in all; ``steps`` are blocks along K of a tile and part
-    of K, of which a stage has ``stage_blocks``.
+    of K, of which a stage has ``stage_blocks`` and all stages ``flying``.
     ``a``, ``b`` and ``d`` are the bytes of the whole operands, ``step_a`` what a cluster reads of A
-    in a step. ``blocks`` are those of 64 rows of a warpgroup, ``pieces`` of a sum a step,
-    ``scaled`` these if their scales differ.
+    in a step. ``consumers`` are the warpgroups that have rows, ``blocks`` those of 64 rows of one,
+    ``pieces`` of a sum a step, ``scaled`` these if their scales differ.
     """
 
     tile_n: Array
@@ -104,6 +106,7 @@ class Points:
     cluster_ctas: Array
     widened: Array
     stage_blocks: Array
+    flying: Array
     blocks: Array
     pieces: Array
     scaled: Array
@@ -162,6 +165,7 @@ def _point(entry: Entry, p: Problem, sm_count: int) -> tuple[float, ...]:
         entry.cluster_ctas,
         entry.layout == "widened",
         entry.stage_blocks,
+        entry.stages * entry.stage_blocks,
         2 if pieces else 1,
         pieces,
         pieces if entry.loop_scales != "none" else 0.0,
@@ -192,8 +196,8 @@ def times_us(at: Points, c: Constants = H200) -> Array:
     # Warpgroups of two blocks of rows lie side by side: all of them read B twice, but a part of it.
     rows_b = at.tile_n + c.a_rows * at.blocks
     port = c.port * at.consumers * rows_b * (1 + c.throttle * busy / at.slots)
-    issue = c.issue / at.stage_blocks
-    step = _most([at.consumers * (c.warpgroup + c.widen * at.widened), port, issue], 4)
+    wgmma = at.consumers * (c.warpgroup + c.widen * at.widened)
+    step = _most([wgmma, port, c.issue / at.stage_blocks, c.flight / at.flying], 4)
     # Additions do not overlap with wgmmas.
     step += at.tile_n * (c.piece * at.pieces + c.scale * at.scaled)
     end = c.column * at.consumers * at.tile_n / at.split

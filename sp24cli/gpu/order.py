@@ -13,13 +13,14 @@ from sp24cli.optypes import BLOCK_ROWS
 #: of 8, groups of 33 are 4 %, those of 16 half a percent; at 8192x4096x28672 8, 11 and 16 differ in
 #: nothing.
 RASTER, RASTER_MOST = 8, 16
-#: Measured on an H200 with balanced tiles (e4m3): with 28 of 30 clusters busy 28672x64x8192 is 2 %
-#: slower for 30, 14336x128x4096 by tiles of 64 columns 10 %; with 19 of 30 18944x64x3584 is 8 % faster.
+#: Measured on an H200 (e4m3): where 28 of 30 clusters were busy, balanced tiles in all 30 made
+#: 28672x64x8192 2 % slower, and 14336x128x4096 by tiles of 64 columns 10 %; where 19 were,
+#: 18944x64x3584 8 % faster.
 BUSY = 0.9
 
 
 def cluster_rows(entry: Entry | RungEntry, m: int, cols: int, clusters: int) -> int:
-    """Rows of tiles of clusters that ``m`` rows of D are cut into, beside ``cols`` of tiles along N.
+    """Rows of tiles of clusters that ``m`` rows of D are cut into; ``cols`` are those along N.
 
     As few as can be; or, of a kernel whose tiles are balanced, as many as ``clusters`` at a time
     take no longer for, each with fewer rows then, unless those few keep `BUSY` of them busy.
@@ -28,7 +29,7 @@ def cluster_rows(entry: Entry | RungEntry, m: int, cols: int, clusters: int) -> 
     if not entry.balanced:
         return least
     rounds = -(-least * cols // clusters)
-    if least * cols > BUSY * rounds * clusters:
+    if least * cols >= BUSY * rounds * clusters:
         return least
     blocks = -(-m // BLOCK_ROWS)
     return max(least, min(rounds * clusters // cols, -(-blocks // entry.cluster)))

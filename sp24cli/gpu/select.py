@@ -26,7 +26,7 @@ from sp24cli.fragments import WIDENED, WeightScales, weight_scales
 from sp24cli.gpu.correction import Correction
 from sp24cli.kernels import choices
 from sp24cli.kernels.choices import Measured, Problem, Table
-from sp24cli.kernels.manifest import SUMMATIONS, WIDENED_SUMMATIONS, Entry, RungEntry, load
+from sp24cli.kernels.manifest import SUMMATIONS, WIDENED_SUMMATIONS, Entry, load
 from sp24cli.scaling import ScaleSpec
 
 if TYPE_CHECKING:

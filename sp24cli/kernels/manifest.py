@@ -51,7 +51,8 @@ class Entry:
 
     ``layout`` is the image of A: "sm90", or "widened", that of `fragments`, with the scales
     ``weight_scales`` in it; weights are then widened to ``b_type`` before they are multiplied.
-    A stage of the ring holds ``stage_blocks`` blocks along K.
+    A stage of the ring holds ``stage_blocks`` blocks along K. ``balanced``: tiles have up to
+    ``tile_m`` rows, as the launch says (`gpu.order.cluster_rows`).
     """
 
     name: str

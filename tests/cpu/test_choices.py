@@ -235,7 +235,7 @@ def test_the_shipped_table_names_kernels_that_exist():
 
 
 def test_the_shipped_choice_is_near_the_fastest_on_shapes_it_was_not_made_from():
-    """As cuda/README.md has it: 1.2 % in the mean, and of thirty three beyond 3 %."""
+    """As cuda/README.md has it: 0.62 % in the mean, and of thirty two beyond 3 %."""
     path = ROOT / "samples/results/h200-2026-11-30-select30.json"
     (measured,) = choices.from_text(path.read_text(encoding="utf-8"), path.name)
     known = [("table", table) for table in choices.shipped() if table.gpu == measured.gpu]
@@ -249,8 +249,8 @@ def test_the_shipped_choice_is_near_the_fastest_on_shapes_it_was_not_made_from()
         assert choice.by == "model, corrected by table"
         lost.append(row.times[choice.kernel.name] / row.times[row.kernel] - 1)
     assert len(lost) == 30
-    assert sum(loss > 0.03 for loss in lost) <= 3
-    assert math.fsum(map(math.log1p, lost)) / len(lost) < 0.012
+    assert sum(loss > 0.03 for loss in lost) <= 2
+    assert math.fsum(map(math.log1p, lost)) / len(lost) < 0.0063
 
 
 class TestSuites:

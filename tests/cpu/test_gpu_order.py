@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from sp24cli.gpu.order import RASTER, TileOrder, tile_order
+from sp24cli.gpu.order import RASTER, TileOrder, cluster_rows, tile_order
+from sp24cli.kernels.manifest import Entry, load
 
 MB = 2**20
 L2 = 60 * MB
@@ -51,3 +54,41 @@ def test_the_kernels_argument_has_a_bit_for_each() -> None:
         2,
         3,
     ]
+
+
+def kernel(balanced: bool) -> Entry:
+    """Tiles of three blocks of rows, two CTAs of a cluster along M."""
+    entry = next(e for e in load().entries if (e.tile_m, e.cluster) == (192, 2))
+    assert entry.balanced
+    return replace(entry, balanced=balanced)
+
+
+@pytest.mark.parametrize(
+    ("m", "cols", "want"),
+    [
+        (1, 1, 1),
+        (384, 1, 3),  # six blocks of rows, one a CTA
+        (385, 1, 4),  # a seventh, in the first CTA of another cluster
+        (8192, 1, 30),  # all clusters, 2.1 blocks a CTA instead of 3 in 22
+        (10368, 1, 27),  # nine tenths of the clusters are busy with full tiles
+        (11520, 1, 30),
+        (11521, 1, 60),  # two rounds
+        (8192, 2, 30),  # of 44 tiles in two rounds 60
+        (384, 31, 1),  # no cluster for a second row in two rounds
+    ],
+)
+def test_balanced_tiles_keep_all_clusters_busy(m: int, cols: int, want: int) -> None:
+    assert cluster_rows(kernel(True), m, cols, 30) == want
+
+
+@pytest.mark.parametrize(("m", "want"), [(1, 1), (384, 1), (385, 2), (8192, 22)])
+def test_other_tiles_are_as_few_as_can_be(m: int, want: int) -> None:
+    assert cluster_rows(kernel(False), m, 1, 30) == want
+
+
+def test_no_balanced_tile_is_higher_than_the_kernels() -> None:
+    entry = kernel(True)
+    for m in range(1, 64 * 700, 640):
+        for cols in (1, 2, 7, 31):
+            tiles = cluster_rows(entry, m, cols, 30) * entry.cluster
+            assert tiles * entry.tile_m >= m

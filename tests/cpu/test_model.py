@@ -113,6 +113,13 @@ def test_no_stage_is_shorter_than_the_thread_that_asks_for_it() -> None:
     )
 
 
+def test_a_step_waits_for_its_share_of_the_time_that_all_stages_are_on_their_way() -> None:
+    flight = replace(FREE, flight=900.0)
+    # Ten stages of a block, nine of two.
+    assert us(kernel(64, 1), 128, 64, 1024, flight) == pytest.approx(8 * 90 / 1000)
+    assert us(kernel(8, 1), 128, 8, 1024, flight) == pytest.approx(8 * 50 / 1000)
+
+
 def test_two_ctas_of_a_small_kernel_share_an_sm() -> None:
     by_stages = {e.stages: e for e in candidates("e4m3", "bf16", "nm") if e.consumers == 1}
     assert {stages: residents(e) for stages, e in by_stages.items()} == {7: 2, 11: 1, 15: 1}
@@ -135,7 +142,18 @@ def test_clusters_read_their_a_and_the_rows_of_b_that_there_are() -> None:
     # Parts of K share the steps; CTAs along M share the rows, but not their A.
     halves, fours = kernel(64, 1, 2), kernel(64, 4, tile_m=256)
     assert us(halves, 10 * 128, 4, 1024, l2) == us(entry, 10 * 128, 4, 1024, l2)
-    assert us(fours, 1024, 64, 128, l2) == pytest.approx((8 * blocks + 128 * 64) / 1000)
+    # Balanced: 16 blocks of rows are a block each for the CTAs of four clusters.
+    assert us(fours, 1024, 64, 128, l2) == pytest.approx((8 * blocks + 4 * 128 * 64) / 1000)
+    whole = replace(fours, balanced=False)
+    assert us(whole, 1024, 64, 128, l2) == pytest.approx((8 * blocks + 128 * 64) / 1000)
+
+
+def test_warpgroups_without_rows_cost_nothing() -> None:
+    wgmma = replace(FREE, warpgroup=100.0)
+    entry = kernel(64, 4, tile_m=256)
+    # 30 clusters of 4: 240 blocks of rows are two a CTA, 241 for some three.
+    assert us(entry, 240 * 64, 64, 1024, wgmma) == pytest.approx(8 * 2 * 100 / 1000)
+    assert us(entry, 241 * 64, 64, 1024, wgmma) == pytest.approx(8 * 3 * 100 / 1000)
 
 
 def test_a_launch_waits_for_places() -> None:
@@ -233,7 +251,10 @@ class TestCorrection:
         entries = candidates("f16", "f32", "mn")
         problem = Problem("f16", "f32", "mn", 4096, 100, 4096)
         before, after = (Correction(rows, SMS).times_us(entries, problem) for rows in ([], [row]))
-        (i,) = (i for i, e in enumerate(entries) if (e.tile_n, e.split, e.tile_m) == (128, 2, 128))
+        tile = (128, 2, 128, 1)
+        (i,) = (
+            i for i, e in enumerate(entries) if (e.tile_n, e.split, e.tile_m, e.cluster) == tile
+        )
         assert (after / before)[i] > 1.2**0.7
 
     def test_hopeless_and_unknown_kernels_tell_nothing(self) -> None:
