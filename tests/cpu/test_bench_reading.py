@@ -47,7 +47,7 @@ def test_what_was_written_is_read(read):
 def test_the_results_of_the_samples_are_read(path):
     found = read_any(str(path))
     assert found.rows if isinstance(found, LadderResult) else found.cases
-    assert not found.failures
+    assert {failure.exit_code for failure in found.failures} <= {130}  # cut short
     assert found.environment.gpu.startswith("NVIDIA ")
 
 
