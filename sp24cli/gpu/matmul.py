@@ -188,7 +188,7 @@ class Plan:
                 "n": self.n,
                 "m_blocks": weight.blocks[0],
                 "k_blocks": weight.blocks[1],
-                "scale_a_stride": 1 if block_k else int(weight.scale_rows),
+                "scale_a_stride": int(bool(block_k) or weight.scale_rows) if weight.scale else 0,
                 "scale_b_stride": b_strides[0],
                 "vector_store": int(out_ptr % 16 == 0 and ldd * out_bytes % 16 == 0),
                 "raster": order.raster,
