@@ -13,7 +13,7 @@ from sp24cli.checkpoint.names import DENSE_DTYPES
 from sp24cli.checkpoint.packedfile import PackedFile, is_packed
 from sp24cli.checkpoint.reader import SafetensorsFile
 from sp24cli.checkpoint.sharded import open_tensors
-from sp24cli.errors import BadInputError, NoGpuError, Sp24Error
+from sp24cli.errors import BadInputError, NoGpuError, Sp24Error, UsageError
 from sp24cli.formats.dequantized import DequantizedFile
 from sp24cli.ops.calibrate import Calibrator
 from sp24cli.ops.engine import DeviceChoice
@@ -51,10 +51,12 @@ def verify_file(
     Raises:
         BadInputError: a file that cannot be read, or ``path`` is not a packed one.
         NoGpuError: ``device`` is "cuda" and there is no usable Hopper GPU.
+        UsageError: ``history`` or ``activations`` where no packed tensor is made from such.
     """
     workers = workers or default_workers()
     with ExitStack() as stack:
         packed = stack.enter_context(PackedFile(path))
+        _check_use(packed, history, activations)
         original = calibrator = None
         if against is not None:
             original = stack.enter_context(open_tensors(against))
@@ -86,6 +88,15 @@ def verify_file(
             passed_through=None if original is None else len(packed.others),
             faults=faults,
         )
+
+
+def _check_use(packed: PackedFile, history: Path | None, activations: Path | None) -> None:
+    """`UsageError` for a file that would not be read: it would look as if it proved something."""
+    infos, where = packed.packed.values(), label(packed.file.path)
+    if history is not None and not any(i.calibration.method == "history" for i in infos):
+        raise UsageError(f"{label(history)}: proves nothing, no scale in {where} is from a history")
+    if activations is not None and not any(i.smooth is not None for i in infos):
+        raise UsageError(f"{label(activations)}: proves nothing, no column in {where} is smoothed")
 
 
 def _source_dtype(packed: PackedFile, entry: TensorEntry) -> str | None:
