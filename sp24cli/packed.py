@@ -292,6 +292,36 @@ class PackedMatrix:
             self.smooth,
         )
 
+    def columns(self, columns: slice) -> PackedMatrix:
+        """The packed matrix of some columns as they are stored, without their order or factors,
+        cut at multiples of the type's ``block_k``. A block of scales that is cut becomes several.
+        """
+        optype, spec, scale = self.info.optype, self.info.scale, self.scale
+        start, stop, _ = columns.indices(self.shape[1])
+        for column in (start, stop):
+            if column % optype.block_k and column != self.shape[1]:
+                raise ValueError(f"column {column} is not a multiple of {optype.block_k}")
+        if scale is not None and spec.block is not None:
+            rows, width = spec.block
+            step = math.gcd(width, start)
+            if step == width:
+                scale = scale[:, start // width : -(-stop // width)]
+            else:
+                scale = scale.take(np.arange(start, stop, step) // width, axis=1)
+                spec = ScaleSpec(spec.kind, (rows, step))
+        info = replace(
+            self.info, shape=(self.shape[0], stop - start), scale=spec, permuted=False, smooth=None
+        )
+        packed = slice(*(metadata.meta_bytes(optype.meta_k(k)) for k in (start, stop)))
+        blocks = slice(start // optype.block_k, -(-stop // optype.block_k))
+        return PackedMatrix(
+            info,
+            None if self.values is None else self.values[:, start // 2 : stop // 2],
+            None if self.meta is None else self.meta[:, packed],
+            None if self.blocks is None else self.blocks[:, blocks],
+            scale,
+        )
+
     def row_order(self, rows: slice = slice(None)) -> tuple[Array, Array]:
         """(values, meta) in row order, whatever the layout; ``rows`` start at a block's first."""
         start, stop, _ = rows.indices(self.shape[0])
