@@ -9,6 +9,12 @@ class Sp24Error(Exception):
     exit_code = 1
 
 
+class UsageError(Sp24Error):
+    """An option that goes with no part of the input."""
+
+    exit_code = 2
+
+
 class VerificationError(Sp24Error):
     """A packed tensor, or a product of it, is not what it must be."""
 

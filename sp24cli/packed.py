@@ -33,9 +33,12 @@ from sp24cli.sparsity import (
     PATCH_ROWS,
     TILE_COLUMNS,
     check_matrix,
+    common_exponent,
+    energy_exponent,
     find_nonfinite,
     find_violation,
     fold,
+    in_unit,
     keep_indices,
     patches_of,
 )
@@ -186,7 +189,7 @@ class QuantStats:
     ``kept`` counts the nonzero source values, ``clipped`` those that round past the largest
     finite value of the type, ``underflowed`` those whose code is zero. ``amax`` is the largest
     magnitude of the source. Energies are sums of squares in float64, of the source and of its
-    difference to code * scale (infinite where a code is).
+    difference to code * scale (infinite where a code is), in units of 4 to the power ``exponent``.
     """
 
     kept: int
@@ -195,6 +198,7 @@ class QuantStats:
     amax: float
     error_energy: float
     signal_energy: float
+    exponent: int = 0
 
     @property
     def snr_db(self) -> float:
@@ -209,13 +213,15 @@ class QuantStats:
     def merge(parts: Iterable[QuantStats]) -> QuantStats:
         """The stats of all ``parts`` together; the order of the parts does not matter."""
         parts = list(parts)
+        unit = common_exponent((p.signal_energy, p.exponent) for p in parts)
         return QuantStats(
             kept=sum(p.kept for p in parts),
             clipped=sum(p.clipped for p in parts),
             underflowed=sum(p.underflowed for p in parts),
             amax=max((p.amax for p in parts), default=0.0),
-            error_energy=math.fsum(p.error_energy for p in parts),
-            signal_energy=math.fsum(p.signal_energy for p in parts),
+            error_energy=math.fsum(in_unit(p.error_energy, p.exponent, unit) for p in parts),
+            signal_energy=math.fsum(in_unit(p.signal_energy, p.exponent, unit) for p in parts),
+            exponent=unit,
         )
 
 
@@ -290,6 +296,36 @@ class PackedMatrix:
             scale,
             self.perm,
             self.smooth,
+        )
+
+    def columns(self, columns: slice) -> PackedMatrix:
+        """The packed matrix of some columns as they are stored, without their order or factors,
+        cut at multiples of the type's ``block_k``. A block of scales that is cut becomes several.
+        """
+        optype, spec, scale = self.info.optype, self.info.scale, self.scale
+        start, stop, _ = columns.indices(self.shape[1])
+        for column in (start, stop):
+            if column % optype.block_k and column != self.shape[1]:
+                raise ValueError(f"column {column} is not a multiple of {optype.block_k}")
+        if scale is not None and spec.block is not None:
+            rows, width = spec.block
+            step = math.gcd(width, start)
+            if step == width:
+                scale = scale[:, start // width : -(-stop // width)]
+            else:
+                scale = scale.take(np.arange(start, stop, step) // width, axis=1)
+                spec = ScaleSpec(spec.kind, (rows, step))
+        info = replace(
+            self.info, shape=(self.shape[0], stop - start), scale=spec, permuted=False, smooth=None
+        )
+        packed = slice(*(metadata.meta_bytes(optype.meta_k(k)) for k in (start, stop)))
+        blocks = slice(start // optype.block_k, -(-stop // optype.block_k))
+        return PackedMatrix(
+            info,
+            None if self.values is None else self.values[:, start // 2 : stop // 2],
+            None if self.meta is None else self.meta[:, packed],
+            None if self.blocks is None else self.blocks[:, blocks],
+            scale,
         )
 
     def row_order(self, rows: slice = slice(None)) -> tuple[Array, Array]:
@@ -412,6 +448,7 @@ def pack_rows(
         raise ValueError(f"rows of shape {[rows, cols]} do not fit {list(into.shape)}")
     bits = dense.view(kind.unsigned)
     kept, clipped, underflowed, largest = 0, 0, 0, 0
+    exponent = energy_exponent(dense)
     # Energies of error and signal by patch, which has half as many kept values.
     error, signal = energies = np.zeros((2, -(-rows // PATCH_ROWS), -(-cols // PATCH_COLUMNS)))
     # Few rows and many columns, for NumPy runs fastest along long rows.
@@ -436,7 +473,7 @@ def pack_rows(
                 codes = _codes_of(into, r, c)
                 rounder.round(values, scale, codes)
                 here = slice(None), *patches_of(r, c)
-                energies[here] = sums.of(rounder, scale)
+                energies[here] = sums.of(rounder, scale, exponent)
                 clipped += rounder.clipped
                 kept += values.count
                 underflowed += values.count - rounder.nonzero
@@ -449,6 +486,7 @@ def pack_rows(
         amax=float(top),
         error_energy=math.inf if clipped and overflow == "nan" else fold(error),
         signal_energy=fold(signal),
+        exponent=exponent,
     )
 
 

@@ -179,9 +179,10 @@ class ErrorSums:
         self._step = PATCH_ROWS * max(1, _SUM_ELEMENTS // (PATCH_ROWS * kept))
         self._wide = np.empty((2, min(rows, self._step), kept))
 
-    def of(self, rounder: Rounder, scale: Array | None) -> Array:
+    def of(self, rounder: Rounder, scale: Array | None, exponent: int) -> Array:
         """The sums of squares of code * scale - source, and of the source, of the tile that
-        was rounded with ``scale``: [2, patches of R, of K]."""
+        was rounded with ``scale``: [2, patches of R, of K], in units of 4 to the power
+        ``exponent``."""
         rows, kept = rounder.source.shape
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
             for r in row_slices(rows, self._step):
@@ -194,6 +195,8 @@ class ErrorSums:
                     np.multiply(rounder.values[r], of_rows.astype(np.float64), out=error)
                 np.copyto(signal, rounder.source[r])
                 error -= signal
+                if exponent:
+                    np.ldexp(wide, -exponent, out=wide)
                 np.square(wide, out=wide)
                 patches = slice(r.start // PATCH_ROWS, -(-r.stop // PATCH_ROWS))
                 sum_rows(wide, self._by_row[:, patches, :kept])

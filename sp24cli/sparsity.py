@@ -6,7 +6,8 @@ compared as values in every type, and -0.0 is zero.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -23,6 +24,8 @@ PATCH_ROWS, PATCH_COLUMNS = 16, 256
 TILE_COLUMNS = 1024
 #: Squares added up at a time, which mostly stay in a core's cache.
 _SUM_ELEMENTS = 1 << 17
+#: Powers of two up to which, and down to which, float64 holds sums of squares as they are.
+_PLAIN_EXPONENT = 400
 #: From so many values on NumPy adds rows without much ado between them.
 _LONG_ROW = 32
 
@@ -165,19 +168,50 @@ def _canonical_pair(occupied: int) -> tuple[int, int]:
 _FIRST, _SECOND = np.array([_canonical_pair(i) for i in range(16)], np.uint8).T.copy()
 
 
-def kept_energy(dense: Array, pruned: Array, *, workers: int = 1) -> tuple[float, float]:
+def energy_exponent(values: Array) -> int:
+    """Sums of squares of ``values`` are taken in units of 4 to this power, so that they are in
+    range: 0 but for float64 whose largest magnitude is very large or very small."""
+    if values.dtype != np.float64 or not values.size:
+        return 0
+    with np.errstate(invalid="ignore"):
+        largest = max(float(values.max()), -float(values.min()))
+    exponent = math.frexp(largest)[1] if math.isfinite(largest) else 0
+    return exponent if abs(exponent) > _PLAIN_EXPONENT else 0
+
+
+def scale_down(values: Array, exponent: int) -> Array:
+    """``values`` divided by 2 to the power ``exponent``; as they are for 0."""
+    return np.ldexp(values, -exponent) if exponent else values
+
+
+def common_exponent(sums: Iterable[tuple[float, int]]) -> int:
+    """The power of the unit in which ``sums``, each with its own, can be added up."""
+    return max((exponent for value, exponent in sums if value), default=0)
+
+
+def in_unit(value: float, exponent: int, wanted: int) -> float:
+    """A sum of squares in units of 4 to the power ``exponent``, in units of that to ``wanted``."""
+    return value if exponent == wanted else math.ldexp(value, 2 * (exponent - wanted))
+
+
+def kept_energy(
+    dense: Array, pruned: Array, *, exponent: int = 0, workers: int = 1
+) -> tuple[float, float]:
     """Sums of squares (of ``pruned``, of ``dense``) in float64, by `patch_energies`."""
     rows, cols = dense.shape
     parts = pieces(rows, cols, PATCH_ROWS) or [slice(0, 0)]
-    found = run(lambda r: [patch_energies(m[r]) for m in (pruned, dense)], parts, workers)
+    found = run(
+        lambda r: [patch_energies(m[r], exponent=exponent) for m in (pruned, dense)], parts, workers
+    )
     kept, total = (fold(np.concatenate(sums)) for sums in zip(*found, strict=True))
     return kept, total
 
 
-def patch_energies(values: Array, factors: Array | None = None) -> Array:
+def patch_energies(values: Array, factors: Array | None = None, *, exponent: int = 0) -> Array:
     """The sums of squares, float64, of every patch of `PATCH_ROWS` x `PATCH_COLUMNS` of ``values``
     [M, K]: [ceil(M / rows), ceil(K / columns)]. With ``factors``, float64 [K], columns are first
-    multiplied by these. Infinity and NaN are the caller's to explain."""
+    multiplied by these. In units of 4 to the power ``exponent`` (see `energy_exponent`). Infinity
+    and NaN are the caller's to explain."""
     rows, cols = values.shape
     patches = -(-rows // PATCH_ROWS), -(-cols // PATCH_COLUMNS)
     by_row = np.zeros((patches[0], patches[1] * PATCH_COLUMNS))
@@ -193,6 +227,8 @@ def patch_energies(values: Array, factors: Array | None = None) -> Array:
                     wide = scratch("wide", tile.shape, np.float32)
                 # Cast first, then compute: a ufunc that casts as it goes is several times slower.
                 np.copyto(squares, widen(tile, out=wide))
+                if exponent:
+                    np.ldexp(squares, -exponent, out=squares)
                 if factors is not None:
                     squares *= factors[c]
                 np.square(squares, out=squares)

@@ -169,7 +169,8 @@ def check_output_folder(output: Path, checkpoint: Checkpoint, beside: Iterable[P
             raise Sp24Error(f"{where}: holds the input {label(path)}; choose another output")
     if not target.parent.is_dir():
         raise Sp24Error(f"{where}: the folder {label(target.parent)} does not exist")
-    if os.path.lexists(target) and not target.is_dir():
+    # A pipe that /dev/stdout leads to has no path of its own.
+    if (os.path.lexists(target) or os.path.exists(output)) and not os.path.isdir(output):
         raise Sp24Error(f"{where}: is not a folder, as the input is")
 
 

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 import ml_dtypes
 import numpy as np
 
+from sp24cli.checkpoint.jsontext import Number
 from sp24cli.errors import BadInputError
 
 PathLike = str | os.PathLike[str]
@@ -284,14 +285,20 @@ def _integer(text: str) -> int | float:
     return float(text) if text == "-0" or len(text) > 20 else int(text)
 
 
-def load_object(text: str, where: str) -> dict[str, Any]:
-    """The JSON object ``text``, in which no key may appear twice.
+def load_object(text: str, where: str, *, as_written: bool = False) -> dict[str, Any]:
+    """The JSON object ``text``, in which no key may appear twice; ``as_written`` gives every
+    number as a `Number`.
 
     Raises:
         BadInputError: beginning with ``where``.
     """
     try:
-        table = json.loads(text, object_pairs_hook=_unique, parse_int=_integer)
+        table = json.loads(
+            text,
+            object_pairs_hook=_unique,
+            parse_int=Number if as_written else _integer,
+            parse_float=Number if as_written else None,
+        )
     except _DuplicateKey as error:
         raise BadInputError(f"{where}: {error}") from error
     except RecursionError as error:

@@ -6,13 +6,13 @@ the same folder, and ``metadata`` holds ``total_size``, the bytes of all tensors
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from sp24cli.checkpoint import header
 from sp24cli.checkpoint.header import PathLike, label, quote
+from sp24cli.checkpoint.jsontext import Number, dump
 from sp24cli.errors import BadInputError
 
 SUFFIX = ".safetensors.index.json"
@@ -23,7 +23,8 @@ MAX_INDEX_BYTES = header.MAX_HEADER_BYTES
 
 @dataclass(frozen=True)
 class Index:
-    """The shard of every tensor by name, and the index's ``metadata`` as it is in the file."""
+    """The shard of every tensor by name, and the index's ``metadata`` as it is in the file, each
+    number a `Number`."""
 
     weight_map: Mapping[str, str]
     metadata: Mapping[str, Any]
@@ -52,7 +53,7 @@ def parse(path: PathLike) -> Index:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
         raise BadInputError(f"{where}: is not UTF-8 at byte {error.start}") from error
-    table = header.load_object(text, f"{where}: index")
+    table = header.load_object(text, f"{where}: index", as_written=True)
     if "weight_map" not in table:
         raise BadInputError(f"{where}: has no weight_map")
     weight_map = table["weight_map"]
@@ -68,8 +69,8 @@ def parse(path: PathLike) -> Index:
     if not isinstance(metadata, dict):
         raise BadInputError(f"{where}: metadata is not a JSON object")
     # Its value is not compared: published models count shared tensors in more ways than one.
-    size = metadata.get("total_size", 0)
-    if isinstance(size, bool) or not isinstance(size, (int, float)) or not 0 <= size < 2**63:
+    size = metadata.get("total_size", Number("0"))
+    if not isinstance(size, Number) or not 0 <= float(size.text) < 2**63:
         raise BadInputError(f"{where}: total_size {quote(str(size))} is no number of bytes")
     return Index(weight_map, metadata)
 
@@ -104,7 +105,7 @@ def build(weight_map: Mapping[str, str], total_size: int, metadata: Mapping[str,
         "metadata": {**metadata, "total_size": total_size},
         "weight_map": dict(sorted(weight_map.items())),
     }
-    return (json.dumps(table, indent=2, ensure_ascii=False) + "\n").encode()
+    return (dump(table, ascii_only=False) + "\n").encode()
 
 
 def _check_shard_name(name: str, shard: Any, where: str) -> None:

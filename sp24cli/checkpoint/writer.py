@@ -8,6 +8,7 @@ import hashlib
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
@@ -35,12 +36,19 @@ def check_output(
 ) -> None:
     """`Sp24Error` unless ``path`` may be written: not one of the inputs ``forbid`` by any name
     (symbolic and hard links included), in a folder that exists, and new or, with
-    ``overwrite``, a regular file."""
+    ``overwrite``, a regular file, which must not be where the process itself prints to."""
     where = label(path)
     target = os.path.realpath(path)
     for source in forbid:
         if os.path.exists(target) and os.path.exists(source) and os.path.samefile(target, source):
             raise Sp24Error(f"{where}: is the input {label(source)}; choose another output")
+    with contextlib.suppress(OSError):
+        # Not of the target: a pipe that /dev/stdout leads to has no path.
+        found = os.stat(path)
+        if not stat.S_ISDIR(found.st_mode) and not stat.S_ISREG(found.st_mode):
+            raise Sp24Error(f"{where}: is not a regular file; choose another output")
+        if _is_printed_to(found):
+            raise Sp24Error(f"{where}: is where the report is printed; choose another output")
     folder = os.path.dirname(target)
     if not os.path.isdir(folder):
         raise Sp24Error(f"{where}: the folder {label(folder)} does not exist")
@@ -51,6 +59,15 @@ def check_output(
             raise Sp24Error(f"{where}: exists already; it is replaced only on request")
         if not os.path.isfile(target):
             raise Sp24Error(f"{where}: is not a regular file")
+
+
+def _is_printed_to(found: os.stat_result) -> bool:
+    """Whether a file is standard output or error: replaced, it would take what is there along."""
+    for descriptor in (1, 2):
+        with contextlib.suppress(OSError):
+            if os.path.samestat(found, os.fstat(descriptor)):
+                return True
+    return False
 
 
 class StreamingWriter:

@@ -8,7 +8,7 @@ assumption is made.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -156,15 +156,23 @@ class _OwnFile(PackedWeights):
 class ForeignFile(PackedWeights):
     """A file of compressed-tensors or its like: bitmasks, or dense FP8 that is 2:4 already.
 
-    ``siblings`` are the other files of a checkpoint.
+    ``siblings`` are the other files of a checkpoint; ``only`` are the weights to look for, None for
+    all.
 
     Raises:
         BadInputError: a weight whose parts are missing or do not fit each other.
     """
 
-    def __init__(self, file: SafetensorsFile, siblings: Siblings | None = None) -> None:
+    def __init__(
+        self,
+        file: SafetensorsFile,
+        siblings: Siblings | None = None,
+        *,
+        only: Collection[str] | None = None,
+    ) -> None:
         self.file = file
         self._siblings = siblings
+        self._only = only
         self._scales: dict[str, WeightScale] = {}
         self._values: dict[str, Array] = {}
         self.packed = {}
@@ -281,6 +289,8 @@ class ForeignFile(PackedWeights):
                 continue
             stem = entry.name.removesuffix(_MASK_SUFFIX)
             name = self._origin_name(stem)
+            if not self._is_wanted(name):
+                continue
             parts = [entries.get(f"{stem}.{part}") for part in bitmask.PARTS]
             for part, found in zip(bitmask.PARTS, parts, strict=True):
                 if found is None:
@@ -311,7 +321,9 @@ class ForeignFile(PackedWeights):
     def _read_fp8(self) -> None:
         for entry in self.file.header.entries:
             # Without a scale it may be anything: it passes through.
-            if _is_fp8(entry) and find_scale(self.file, entry, self._siblings) is not None:
+            if not (_is_fp8(entry) and self._is_wanted(entry.name)):
+                continue
+            if find_scale(self.file, entry, self._siblings) is not None:
                 self._add(entry.name, entry.dtype, (entry.shape[0], entry.shape[1]))
 
     def _add(self, name: str, dtype: str, shape: tuple[int, int]) -> None:
@@ -346,6 +358,9 @@ class ForeignFile(PackedWeights):
             if origin.scale.shape(*shape) == stored and origin.scale.kind != "mx":
                 info = replace(origin, layout="row", permuted=False, smooth=None)
         self.packed[name] = info
+
+    def _is_wanted(self, name: str) -> bool:
+        return self._only is None or name in self._only
 
     def _origin_name(self, stem: str) -> str:
         """The weight that ``stem`` was; ours need not end in .weight."""

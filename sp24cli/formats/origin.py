@@ -7,6 +7,7 @@ file that comes back becomes the one that it was.
 from __future__ import annotations
 
 import json
+from collections import ChainMap
 from collections.abc import Mapping
 from functools import lru_cache
 
@@ -30,12 +31,19 @@ def origins(file: SafetensorsFile) -> Mapping[str, PackInfo]:
     Raises:
         BadInputError: it says what cannot be.
     """
-    text = file.metadata.get(ORIGIN_KEY)
-    return {} if text is None else _read(text, f"{label(file.path)}: {ORIGIN_KEY}")
+    said = ((part, part.metadata.get(ORIGIN_KEY)) for part in file.parts())
+    return ChainMap(
+        *(
+            _read(text, f"{label(part.path)}: {ORIGIN_KEY}")
+            for part, text in said
+            if text is not None
+        )
+    )
 
 
-@lru_cache(maxsize=4)
-def _read(text: str, where: str) -> Mapping[str, PackInfo]:
+# As many as a checkpoint has shards: its weights are asked for one by one.
+@lru_cache(maxsize=256)
+def _read(text: str, where: str) -> dict[str, PackInfo]:
     try:
         return {name: PackInfo.from_json(info) for name, info in load_object(text, where).items()}
     except BadInputError as error:

@@ -19,7 +19,7 @@ from sp24cli.ops.dequantize import dequantize_file, is_foreign
 from sp24cli.ops.engine import Engine
 from sp24cli.ops.prune import PruneReport, prune_file
 from sp24cli.ops.quantize import QuantizeReport, quantize_file
-from sp24cli.ops.report import share
+from sp24cli.ops.report import add_up, energy_share
 from sp24cli.ops.shards import Done, Operation, run
 from sp24cli.ops.stream import Progress
 from sp24cli.ops.unpack import UnpackReport, unpack_file
@@ -64,10 +64,9 @@ def prune_checkpoint(
     if done.folder is None:
         return done
     tensors = done.report.tensors
-    kept = sum(t.kept_energy * t.energy for t in tensors)
-    return replace(
-        done, report=replace(done.report, kept_energy=share(kept, sum(t.energy for t in tensors)))
-    )
+    kept = add_up([(t.kept_energy * t.energy, t.energy_exponent) for t in tensors])
+    total = add_up([(t.energy, t.energy_exponent) for t in tensors])
+    return replace(done, report=replace(done.report, kept_energy=energy_share(kept, total)))
 
 
 def quantize_checkpoint(

@@ -11,6 +11,7 @@ import math
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -42,7 +43,14 @@ from sp24cli.pruning.sparsegpt import (
 from sp24cli.pruning.triangle import Triangle
 from sp24cli.pruning.wanda import check_norms, prune_wanda, weighted_energy
 from sp24cli.rowblocks import row_slices
-from sp24cli.sparsity import kept_energy, prune_24
+from sp24cli.sparsity import (
+    common_exponent,
+    energy_exponent,
+    in_unit,
+    kept_energy,
+    prune_24,
+    scale_down,
+)
 
 #: Workers' pieces in a band for sparsegpt, which reads the factor once and the Hessian twice a
 #: band: with so many rows that takes little of the time.
@@ -78,24 +86,33 @@ class Choice:
 @dataclass(frozen=True)
 class Losses:
     """Sums over the rows of a band: squares kept and in all, and, by what the weights are
-    multiplied with, of what the outputs lose and have; None where that is not known."""
+    multiplied with, of what the outputs lose and have; None where that is not known. All are in
+    units of 4 to the power ``exponent``."""
 
     kept: float
     total: float
     lost: float | None = None
     output: float | None = None
+    exponent: int = 0
 
     @staticmethod
     def merge(parts: Sequence[Losses]) -> Losses:
+        unit = common_exponent((p.total, p.exponent) for p in parts)
+
         def add(values: list[float | None]) -> float | None:
-            known = [value for value in values if value is not None]
+            known = [
+                in_unit(value, part.exponent, unit)
+                for value, part in zip(values, parts, strict=True)
+                if value is not None
+            ]
             return math.fsum(known) if known else None
 
         return Losses(
-            math.fsum(p.kept for p in parts),
-            math.fsum(p.total for p in parts),
+            add([p.kept for p in parts]) or 0.0,
+            add([p.total for p in parts]) or 0.0,
             add([p.lost for p in parts]),
             add([p.output for p in parts]),
+            unit,
         )
 
     @property
@@ -142,20 +159,21 @@ class TensorChoice:
         return pruned, losses
 
     def _losses(self, dense: Array, pruned: Array) -> Losses:
+        unit = energy_exponent(dense)
         if self.method != "sparsegpt":
-            kept, total = kept_energy(dense, pruned)
+            kept, total = kept_energy(dense, pruned, exponent=unit)
         else:
             # Its values are new: what counts is where they stand.
             kind = number_type(dense.dtype)
             places = magnitudes(contiguous_bits(pruned), kind) != 0
             held = np.multiply(contiguous_bits(dense), places).view(dense.dtype)
-            kept, total = kept_energy(dense, held)
+            kept, total = kept_energy(dense, held, exponent=unit)
         if self.energy is None:
-            return Losses(kept, total)
-        difference = widen(dense).astype(np.float64)
+            return Losses(kept, total, exponent=unit)
+        difference = scale_down(widen(dense).astype(np.float64), unit)
         output = self.energy(difference)
-        difference -= widen(pruned)
-        return Losses(kept, total, self.energy(difference), output)
+        difference -= scale_down(widen(pruned), unit)
+        return Losses(kept, total, self.energy(difference), output, unit)
 
 
 class Chooser(Closing):
@@ -353,19 +371,23 @@ class Chooser(Closing):
                 dense = self._file.array(entry.name, slice(start, stop))[::step]
                 into = sample[start // step :][: len(dense)]
                 np.multiply(widen(dense), weigh, out=into)
-                np.square(into, out=into)
                 self._file.drop_cache(entry.name, slice(start, stop))
+            unit = energy_exponent(sample)
+            sample = scale_down(sample, unit)
+            np.square(sample, out=sample)
             order = permute.search(sample, workers=workers)
             del sample
-            if step > 1 and self._kept(entry, weigh, order) <= self._kept(entry, weigh, None):
+            kept = partial(self._kept, entry, weigh, unit)
+            if step > 1 and kept(order) <= kept(None):
                 return np.arange(columns, dtype=np.int32)
         return order
 
-    def _kept(self, entry: TensorEntry, weigh: Array, order: Array | None) -> float:
-        """What all rows keep, in an order of their columns."""
+    def _kept(self, entry: TensorEntry, weigh: Array, unit: int, order: Array | None) -> float:
+        """What all rows keep, in an order of their columns, in units of 4 to the power ``unit``."""
         kept = []
         for start, stop in bands(*entry.shape):
             scores = widen(self._file.array(entry.name, slice(start, stop))) * weigh
+            scores = scale_down(scores, unit)
             if order is not None:
                 scores = scores[:, order]
             kept.append(float(np.square(prune_24(scores)).sum()))

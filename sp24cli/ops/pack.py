@@ -20,7 +20,7 @@ from sp24cli.optypes import BLOCK_ROWS
 from sp24cli.packed import PackedMatrix, PackInfo, QuantStats, check_rows, pack_rows
 from sp24cli.pruning import permute
 from sp24cli.pruning.pattern import TWO_OF_FOUR, Pattern, pattern_of, prune_magnitude
-from sp24cli.sparsity import find_nonfinite, fold, patch_energies
+from sp24cli.sparsity import energy_exponent, find_nonfinite, fold, patch_energies
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,7 @@ class Band:
     ``stats`` are those of the bands of `ops.stream` that they consist of, ``energies`` the sums of
     squares of these before they were pruned here, none when they were not. ``kept_energies`` are
     those of what pruning left, where smoothing has changed it before the ``stats`` were taken.
+    Both are in units of 4 to the power ``exponent``.
     """
 
     start: int
@@ -89,6 +90,7 @@ class Band:
     stats: tuple[QuantStats, ...]
     energies: tuple[float, ...]
     kept_energies: tuple[float, ...] = ()
+    exponent: int = 0
 
 
 def tensor_scale(
@@ -253,7 +255,8 @@ def pack_band(
     start, stop = rows.start, rows.stop
     dense = file.array(name, rows)
     band_info = replace(info, shape=dense.shape, permuted=False, smooth=None)
-    energies = (fold(patch_energies(dense)),) if prune else ()
+    exponent = energy_exponent(dense) if prune else 0
+    energies = (fold(patch_energies(dense, exponent=exponent)),) if prune else ()
     # Named here, by its own column, what permuting would move and other methods could prune.
     if arrange is not None and (place := find_nonfinite(dense)) is not None:
         raise not_finite(tensor_label(file, name), dense, start, place)
@@ -261,7 +264,9 @@ def pack_band(
     dense = how.columns(dense)
     if prune:
         dense = how.prune(start, dense, pattern_of(info.optype))
-    kept_energies = (fold(patch_energies(dense)),) if prune and how.smooth is not None else ()
+    kept_energies: tuple[float, ...] = ()
+    if prune and how.smooth is not None:
+        kept_energies = (fold(patch_energies(dense, exponent=exponent)),)
     dense = how.smoothed(file, name, start, dense)
     find_scales = scale is None and info.calibration == AMAX and info.scale.kind == "vector"
     if scale is None and info.calibration != AMAX:
@@ -280,7 +285,7 @@ def pack_band(
     except BadInputError as fault:
         raise BadInputError(f"{tensor_label(file, name)}: {fault}") from fault
     file.drop_cache(name, rows)
-    return Band(start, stop, into, (stats,), energies, kept_energies)
+    return Band(start, stop, into, (stats,), energies, kept_energies, exponent)
 
 
 _PLAIN = Arrangement()

@@ -25,16 +25,18 @@ from sp24cli.sparsity import find_nonfinite
 
 @dataclass(frozen=True)
 class PrunedTensor:
-    """One pruned weight; ``kept_energy`` is the share of its sum of squares, ``energy``, that is
-    left. ``method`` is "given" where a calibrated method or a search found the pattern there;
-    ``weighted_error`` is the share of the outputs' energy that is lost, by the norms or Hessian;
-    ``permuted`` says that the pattern holds in the order of ``X.weight_perm``."""
+    """One pruned weight; ``kept_energy`` is the share of its sum of squares that is left. That is
+    ``energy`` in units of 4 to the power ``energy_exponent``, which is 0 but for F64 values whose
+    squares F64 does not hold. ``method`` is "given" where a calibrated method or a search found the
+    pattern there; ``weighted_error`` is the share of the outputs' energy that is lost, by the norms
+    or Hessian; ``permuted`` says that the pattern holds in the order of ``X.weight_perm``."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     kept_energy: float
     energy: float
+    energy_exponent: int
     method: str
     weighted_error: float | None
     permuted: bool
@@ -153,6 +155,7 @@ def _pruned(entry: TensorEntry, how: TensorChoice, losses: Losses) -> PrunedTens
         shape=entry.shape,
         kept_energy=share(losses.kept, losses.total),
         energy=losses.total,
+        energy_exponent=losses.exponent,
         method=how.method,
         weighted_error=losses.weighted_error,
         permuted=how.order is not None,
@@ -184,8 +187,7 @@ def _prune_tensor(
     def prune_band(start: int, stop: int) -> tuple[Array, Losses]:
         dense = file.array(entry.name, slice(start, stop))
         pruned, losses = how.band(dense)
-        # The sum is finite when all values are (but for squares beyond f64), so the search
-        # costs nothing as a rule.
+        # The sum is finite when all values are, so the search costs nothing.
         if not math.isfinite(losses.total) and (place := find_nonfinite(dense)) is not None:
             raise not_finite(tensor_label(file, entry.name), dense, start, place)
         file.drop_cache(entry.name, slice(start, stop))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -28,7 +27,7 @@ from sp24cli.ops.pack import (
     tensor_scale,
 )
 from sp24cli.ops.plan import Sink, copy_tensor, make_plan, open_sink
-from sp24cli.ops.report import Skipped, document, scale_text, share
+from sp24cli.ops.report import Skipped, add_up, document, energy_share, scale_text
 from sp24cli.ops.stream import Meter, Progress, default_workers
 from sp24cli.optypes import OperandType
 from sp24cli.packed import Layout, PackInfo, Pruned, QuantStats
@@ -41,7 +40,8 @@ class QuantizedTensor:
     """One packed weight and what rounding did to its kept values.
 
     ``kept`` counts the nonzero ones, ``clipped`` those past the type's range, ``underflowed``
-    those whose code is zero. ``snr_db`` is infinite without any error. ``kept_energy`` is the
+    those whose code is zero. ``snr_db`` is infinite without any error. ``error_energy`` is in units
+    of 4 to the power ``energy_exponent`` (see `PrunedTensor`). ``kept_energy`` is the
     share of the sum of squares that pruning left, None where the weight was 2:4 already by the
     caller's word. ``scale_min`` and ``scale_max`` are None where there is no scale;
     ``histogram`` is that of `code_histogram`, empty unless asked for.
@@ -52,6 +52,7 @@ class QuantizedTensor:
     shape: tuple[int, ...]
     snr_db: float
     error_energy: float
+    energy_exponent: int
     amax: float
     kept: int
     clipped: int
@@ -283,8 +284,8 @@ def _quantize_tensor(
     meter.add(scale_passes(info) * entry.nbytes)
     stats: list[QuantStats] = []
     spread = Spread(histogram=histograms)
-    totals: list[float] = []
-    left: list[float] = []
+    totals: list[tuple[float, int]] = []
+    left: list[tuple[float, int]] = []
     for band in packing:
         parts = {part: getattr(band.packed, part) for part in band.packed.info.parts()}
         if scale is not None:
@@ -294,21 +295,22 @@ def _quantize_tensor(
         meter.add((band.stop - band.start) * (entry.nbytes // entry.shape[0]))
         stats += band.stats
         spread.add(band.packed)
-        totals += band.energies
-        left += band.kept_energies
+        totals += [(energy, band.exponent) for energy in band.energies]
+        left += [(energy, band.exponent) for energy in band.kept_energies]
     merged = QuantStats.merge(stats)
-    kept_energy = merged.signal_energy if info.smooth is None else math.fsum(left)
+    kept = (merged.signal_energy, merged.exponent) if info.smooth is None else add_up(left)
     return QuantizedTensor(
         name=name,
         source_dtype=entry.dtype,
         shape=entry.shape,
         snr_db=merged.snr_db,
         error_energy=merged.error_energy,
+        energy_exponent=merged.exponent,
         amax=merged.amax,
         kept=merged.kept,
         clipped=merged.clipped,
         underflowed=merged.underflowed,
-        kept_energy=share(kept_energy, math.fsum(totals)) if prune else None,
+        kept_energy=energy_share(kept, add_up(totals)) if prune else None,
         scale_min=spread.scale_min,
         scale_max=spread.scale_max,
         histogram=spread.histogram,

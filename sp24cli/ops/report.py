@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from sp24cli.scaling import ScaleSpec
+from sp24cli.sparsity import common_exponent, in_unit
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -38,6 +40,18 @@ def parse_scale(text: str) -> ScaleSpec:
 def share(part: float, whole: float) -> float:
     """``part / whole``; of nothing, all of it."""
     return part / whole if whole else 1.0
+
+
+def add_up(sums: Sequence[tuple[float, int]]) -> tuple[float, int]:
+    """Sums of squares, each in units of 4 to a power of its own, together."""
+    unit = common_exponent(sums)
+    return math.fsum(in_unit(value, exponent, unit) for value, exponent in sums), unit
+
+
+def energy_share(part: tuple[float, int], whole: tuple[float, int]) -> float:
+    """`share` of such sums."""
+    unit = common_exponent([part, whole])
+    return share(in_unit(*part, unit), in_unit(*whole, unit))
 
 
 def document(report: DataclassInstance) -> dict[str, Any]:

@@ -8,7 +8,6 @@ folder says what is done, and a run with ``resume`` goes on from there.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,6 +29,7 @@ from sp24cli.checkpoint.folder import (
     open_checkpoint,
 )
 from sp24cli.checkpoint.header import Header, TensorEntry, label, load_object, parse, quote
+from sp24cli.checkpoint.jsontext import dump
 from sp24cli.checkpoint.names import Selection
 from sp24cli.checkpoint.reader import SafetensorsFile
 from sp24cli.errors import BadInputError, Sp24Error
@@ -234,7 +234,9 @@ def _make_plan(operation: Operation[R], checkpoint: Checkpoint) -> _Plan[R]:
     if operation.config is not None and Path(CONFIG_NAME) in checkpoint.others:
         path = checkpoint.folder / CONFIG_NAME
         try:
-            config = load_object(path.read_text(encoding="utf-8"), f"{label(path)}: config")
+            config = load_object(
+                path.read_text(encoding="utf-8"), f"{label(path)}: config", as_written=True
+            )
         except UnicodeDecodeError as error:
             raise BadInputError(f"{label(path)}: is not UTF-8 at byte {error.start}") from error
     return _Plan(operation, checkpoint, headers, scratch, table, config)
@@ -391,7 +393,7 @@ def _carry_over(plan: _Plan[R], output: Path, report: R) -> None:
         if str(other) == CONFIG_NAME and plan.config is not None:
             assert plan.operation.config is not None
             config = plan.operation.config(plan.config, report)
-            replace_file(target, [(json.dumps(config, indent=2) + "\n").encode()])
+            replace_file(target, [(dump(config) + "\n").encode()])
         else:
             copy_file(plan.checkpoint.folder / other, target)
     if plan.index is not None:

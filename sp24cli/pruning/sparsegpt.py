@@ -24,6 +24,7 @@ from sp24cli.fp8 import round_to
 from sp24cli.pruning.pattern import TWO_OF_FOUR, Pattern, check_width, keep_highest
 from sp24cli.pruning.triangle import Triangle, triangle_bytes
 from sp24cli.rowblocks import row_slices, run
+from sp24cli.sparsity import energy_exponent, scale_down
 
 #: The paper's: what is added to the diagonal, as a share of its mean, and columns of a block.
 DAMPING = 0.01
@@ -226,14 +227,18 @@ def prune_sparsegpt(
     parts = row_slices(rows, piece_rows(cols))
     weights = np.empty((rows, cols))
     pruned = np.empty((rows, cols), dense.dtype)
-    for p in parts:
-        np.copyto(weights[p], widen(dense[p]))
+    # All is linear in the weights, so none need be too large or too small to be squared.
+    units = [energy_exponent(dense[p]) for p in parts]
+    for p, unit in zip(parts, units, strict=True):
+        np.copyto(weights[p], scale_down(widen(dense[p]), unit))
         weights[p][:, dead] = 0
     for b in row_slices(cols, block_size):
         upper = factor.rows(b)
         run(partial(_prune_rows, weights, upper, b, pattern), parts, workers)
-    for p in parts:
-        pruned[p] = round_to(weights[p], dense.dtype, "satfinite")
+    for p, unit in zip(parts, units, strict=True):
+        with np.errstate(over="ignore", under="ignore"):
+            found = scale_down(weights[p], -unit)
+        pruned[p] = round_to(found, dense.dtype, "satfinite")
     kind = number_type(dense.dtype)
     bits = pruned.view(kind.unsigned)
     bits[bits == kind.sign] = 0

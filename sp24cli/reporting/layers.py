@@ -35,9 +35,8 @@ class Layer:
     ``error`` is the size of the change against the original, ||new - old|| / ||old||, of what
     was done here: pruning, rounding, or both (not what sparsegpt adds to the kept values; of
     smoothed columns, rounding as it is before they are divided again). It is infinite where a
-    code is, NaN where the weight's own sum of squares is past float64.
-    Shares are of 1; what was not measured or does not exist is None. ``output_error`` is the
-    share of the outputs' energy that a calibrated method expects to be lost. ``doubts`` says in
+    code is. Shares are of 1; what was not measured or does not exist is None. ``output_error`` is
+    the share of the outputs' energy that a calibrated method expects to be lost. ``doubts`` says in
     words what stands out.
     """
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -11,9 +11,12 @@ from sp24cli import metadata
 from sp24cli.bits import Array, contiguous_bits
 from sp24cli.checkpoint.header import label, quote
 from sp24cli.checkpoint.reader import SafetensorsFile
+from sp24cli.errors import BadInputError
+from sp24cli.formats.foreign import PackedWeights
 from sp24cli.ops.calibrate import Calibrator
-from sp24cli.ops.pack import Arrangement, pack_bands, smooth_factors, tensor_scale
+from sp24cli.ops.pack import Arrangement, pack_bands, pack_ranges, smooth_factors, tensor_scale
 from sp24cli.ops.plan import is_sparse
+from sp24cli.ops.stream import map_bands
 from sp24cli.packed import PackedMatrix, check_parts
 from sp24cli.pruning.pattern import pattern_of
 from sp24cli.verify.result import Agreement
@@ -66,6 +69,49 @@ def compare_packing(
     return found
 
 
+@dataclass(frozen=True)
+class Conversion:
+    """What `compare_codes` found: the first ``fault`` against the codes and scales as they are in
+    the original, and whether ``scales`` are those."""
+
+    fault: str | None
+    scales: bool
+
+
+def compare_codes(
+    stored: PackedMatrix, original: PackedWeights, name: str, *, workers: int
+) -> Conversion | None:
+    """Compare with what `ops.convert` makes of the original's weight ``name``, which is packed in
+    the format of another tool.
+
+    None where it makes none, or one that is described otherwise.
+    """
+    info = replace(original.packed[name], layout=stored.info.layout)
+    if info != stored.info or check_parts(stored) is not None:
+        return None
+    step = info.scale.row_step
+
+    def compare(start: int, stop: int) -> str | None:
+        made = original.rows(name, slice(start, stop)).to_layout(stored.info.layout)
+        part = stored.rows(slice(start, stop))
+        fault = _first_difference(part, made, start, step, "in the original")
+        original.drop_cache(name)
+        return fault
+
+    try:
+        scale = original.scale(name)
+        if stored.scale is not None and scale is not None:
+            fault = _scale_difference(stored.scale, scale, "in the original")
+            if fault is not None:
+                return Conversion(fault, False)
+        for fault in map_bands(compare, pack_ranges(info), info.shape[1], workers):
+            if fault is not None:
+                return Conversion(fault, True)
+    except BadInputError:
+        return None
+    return Conversion(None, True)
+
+
 def _compare(
     stored: PackedMatrix,
     original: SafetensorsFile,
@@ -105,7 +151,7 @@ def _compare(
         original, name, info, scale, prune=True, workers=workers, arrange=arrange
     ):
         part = stored.rows(slice(band.start, band.stop))
-        fault = _first_difference(part, band.packed, band.start, info.scale.row_step)
+        fault = _first_difference(part, band.packed, band.start, info.scale.row_step, "recomputed")
         if fault is not None:
             return Agreement(fault)
     return Agreement(None, "; ".join(notes))
@@ -131,18 +177,15 @@ def _keep_as(stored: PackedMatrix) -> Callable[[int, Array], Array]:
 
 
 def _first_difference(
-    stored: PackedMatrix, made: PackedMatrix, first_row: int, rows_a_scale: int
+    stored: PackedMatrix, made: PackedMatrix, first_row: int, rows_a_scale: int, by: str
 ) -> str | None:
-    """In words what differs first between two bands that begin at ``first_row``."""
+    """In words what differs first between two bands that begin at ``first_row``; ``by`` says what
+    the second is."""
     if stored.scale is not None and made.scale is not None:
-        raw = np.dtype(f"u{stored.scale.itemsize}")
-        place = _first(stored.scale.view(raw) != made.scale.view(raw))
-        if place is not None:
-            index = list(place)
-            found, want = float(stored.scale[place]), float(made.scale[place])
-            if stored.info.scale.kind != "tensor":
-                index[0] += first_row // rows_a_scale
-            return f"scale at {index} is {found!r}, recomputed {want!r}"
+        first = 0 if stored.info.scale.kind == "tensor" else first_row // rows_a_scale
+        fault = _scale_difference(stored.scale, made.scale, by, first)
+        if fault is not None:
+            return fault
     if (
         stored.blocks is not None
         and made.blocks is not None
@@ -160,7 +203,7 @@ def _first_difference(
         row, group = place
         return (
             f"mask differs at row {first_row + row}, group {group}: "
-            f"keeps {found_pair}, recomputed {want_pair}"
+            f"keeps {found_pair}, {by} {want_pair}"
         )
     bits, want_bits = contiguous_bits(values), contiguous_bits(want_values)
     place = _first(bits != want_bits)
@@ -168,15 +211,22 @@ def _first_difference(
         row, kept = place
         column = int(metadata.kept_places(meta[row : row + 1], columns, optype.group)[0, kept])
         found_code, want_code = (f"0x{int(b[place]):0{2 * b.itemsize}x}" for b in (bits, want_bits))
-        return (
-            f"code at row {first_row + row}, column {column} is {found_code}, "
-            f"recomputed {want_code}"
-        )
+        return f"code at row {first_row + row}, column {column} is {found_code}, {by} {want_code}"
     if not np.array_equal(meta, want_meta):
         return f"unused metadata bits differ from row {first_row} on"
     if stored.blocks is not None:
         return f"padding differs from row {first_row} on"
     return None
+
+
+def _scale_difference(stored: Array, made: Array, by: str, first: int = 0) -> str | None:
+    """The same of two scales, the first of which stand at ``first``."""
+    raw = np.dtype(f"u{stored.itemsize}")
+    place = _first(stored.view(raw) != made.view(raw))
+    if place is None:
+        return None
+    index = [place[0] + first, *place[1:]]
+    return f"scale at {index} is {float(stored[place])!r}, {by} {float(made[place])!r}"
 
 
 def _first(differs: Array) -> tuple[int, ...] | None:

@@ -24,8 +24,17 @@ class Comparison:
         self._error_energy: list[float] = []
         self._energy: list[float] = []
 
-    def add(self, got: Array, want: Array, bound: Array | float, *, first_row: int = 0) -> None:
-        """Compare the next rows, [m, N] each; ``first_row`` is where they stand in the whole."""
+    def add(
+        self,
+        got: Array,
+        want: Array,
+        bound: Array | float,
+        *,
+        first_row: int = 0,
+        first_column: int = 0,
+    ) -> None:
+        """Compare the next rows, or some columns of these, [m, N] each; ``first_row`` and
+        ``first_column`` are where they stand in the whole."""
         if not want.size:
             return
         if np.array_equal(got, want):
@@ -49,14 +58,24 @@ class Comparison:
         place = int(bad.argmax() if bad.any() else ratio.argmax())
         row, column = divmod(place, want.shape[1])
         worst = (float(ratio.flat[place]), float(error.flat[place]), float(bound.flat[place]))
-        if bad.any() and self._first_bad is None:
-            self._first_bad = (first_row + row, column)
-            self._worst = worst
-        elif worst[0] > self._worst[0]:
-            self._worst = worst
+        where = (first_row + row, first_column + column) if bad.any() else None
+        self._see(worst, where)
         usable = np.isfinite(error) & np.isfinite(want)
         self._error_energy.append(_energy(error[usable]))
         self._energy.append(_energy(want[usable]))
+
+    def merge(self, later: Comparison) -> None:
+        """Take over what was compared elsewhere."""
+        self._see(later._worst, later._first_bad)
+        self._error_energy += later._error_energy
+        self._energy += later._energy
+
+    def _see(self, worst: tuple[float, float, float], bad: tuple[int, int] | None) -> None:
+        if bad is not None and (self._first_bad is None or bad < self._first_bad):
+            self._first_bad = bad
+            self._worst = worst
+        elif self._first_bad is None and worst[0] > self._worst[0]:
+            self._worst = worst
 
     def check(self) -> Check:
         energy, error_energy = math.fsum(self._energy), math.fsum(self._error_energy)

@@ -16,6 +16,7 @@ from sp24cli.packed import PackedMatrix
 from sp24cli.pruning import permute
 from sp24cli.reference import f32_bound, product, s32_bound, widened, widened_product
 from sp24cli.verify.compare import Comparison
+from sp24cli.verify.pieces import column_pieces
 from sp24cli.verify.result import ORIGINAL, NumericsResult
 from sp24cli.verify.smoothed import SmoothedTokens
 
@@ -54,60 +55,98 @@ def verify_matrix(packed: PackedMatrix, seed: int, *, workers: int = 1) -> Numer
         n: random_activations(random, TOKENS, columns, OPERAND_TYPES[n])
         for n in (_WIDENED if wide else ())
     }
-    b = widen(activations).T
     # float64 holds what s32 sums; see `tensorcore`.
     exact_sums = optype.name == "s8" and info.scale.block is None
-    if exact_sums:
-        b = b.astype(np.float64)
-    largest_token = float(np.abs(b).max(initial=0))
+    checks = ["product", "identity"] + [ORIGINAL] * (divided is not None)
+    checks += [f"{name} {what}" for name in narrow for what in ("product", "identity")]
 
-    def multiply(start: int, stop: int) -> tuple[int, dict[str, tuple[Array, Array, Array]]]:
+    def multiply(start: int, stop: int) -> dict[str, Comparison]:
+        done = {name: Comparison(name) for name in checks}
         band = packed.rows(slice(start, stop))
-        image = band.to_layout("sm90").blocks
-        assert image is not None
-        codes, first, second = layout.decode_fragments(image, optype, *band.shape)
-        a = _dense(widen(codes), first, second, optype.group)
-        factor = _factor(band)
-        with np.errstate(invalid="ignore", over="ignore", under="ignore"):
-            if info.scale.block is not None:
-                # A scale that varies along K cannot wait for the end of the sum.
-                a *= factor
-                d, read_back = a @ b, a
-            else:
-                d, read_back = (a @ b).astype(np.float32) * factor, a * factor
-            want, sizes = product(band, activations)
-            exact = band.dequantize(np.float64).astype(np.float32)
-        # Scales and activations are what meets a product after it was rounded.
-        magnified = max(float(factor.max(initial=0)), largest_token)
+        sums = {name: _Sums() for name in ("", *narrow)}
+        factor, magnified = np.ones((1, 1), np.float32), 0.0
+        pieces = column_pieces(band)
+        for c in pieces:
+            part, tokens = band.columns(c), activations[:, c]
+            image = part.to_layout("sm90").blocks
+            assert image is not None
+            codes, first, second = layout.decode_fragments(image, optype, *part.shape)
+            a = _dense(widen(codes), first, second, optype.group)
+            b = widen(tokens).T
+            if exact_sums:
+                b = b.astype(np.float64)
+            factor = _factor(part)
+            with np.errstate(invalid="ignore", over="ignore", under="ignore"):
+                if info.scale.block is not None:
+                    # A scale that varies along K cannot wait for the end of the sum.
+                    a *= factor
+                    d, read_back = a @ b, a
+                else:
+                    d, read_back = a @ b, a * factor
+                sums[""].add(d, *product(part, tokens))
+                exact = part.dequantize(np.float64).astype(np.float32)
+            # Scales and activations are what meets a product after it was rounded.
+            largest = max(float(factor.max(initial=0)), float(np.abs(b).max(initial=0)))
+            magnified = max(magnified, largest)
+            place = {"first_row": start, "first_column": c.start}
+            done["identity"].add(read_back, exact, np.zeros(()), **place)
+            for name, x in narrow.items():
+                w = _narrowed(a, x.dtype, info.overflow)
+                with np.errstate(invalid="ignore", over="ignore", under="ignore"):
+                    d = w @ widen(x[:, c]).T
+                sums[name].add(d, *widened_product(part, x[:, c]))
+                wide = widen(widened(part, x.dtype))
+                done[f"{name} identity"].add(w, wide, np.zeros(()), **place)
+        if not pieces:
+            return done
+        d, want, sizes = sums[""].found
+        if info.scale.block is None:
+            with np.errstate(invalid="ignore", over="ignore", under="ignore"):
+                d = d.astype(np.float32) * factor
         if exact_sums:
             bound = s32_bound(want, sizes, columns // 2)
         else:
             bound = f32_bound(sizes, columns // 2, magnified)
-        done = {"product": (d, want, bound), "identity": (read_back, exact, np.zeros(()))}
+        done["product"].add(d, want, bound, first_row=start)
         if divided is not None:
             original, off = divided.original_product(band, rows)
             with np.errstate(invalid="ignore", over="ignore", under="ignore"):
                 # One more rounding, for which `f32_bound` and `s32_bound` have room.
                 d = d * divided.scale
-                done[ORIGINAL] = d, original, bound * divided.scale + off + 2.0**-150
-        for name, x in narrow.items():
-            w = _narrowed(a, x.dtype, info.overflow)
-            want, sizes = widened_product(band, x)
-            with np.errstate(invalid="ignore", over="ignore", under="ignore"):
-                d = w @ widen(x).T
-            done[f"{name} product"] = d, want, f32_bound(sizes, columns // 2)
-            done[f"{name} identity"] = w, widen(widened(band, x.dtype)), np.zeros(())
-        return start, done
+                bound = bound * divided.scale + off + 2.0**-150
+            done[ORIGINAL].add(d, original, bound, first_row=start)
+        for name in narrow:
+            d, want, sizes = sums[name].found
+            bound = f32_bound(sizes, columns // 2)
+            done[f"{name} product"].add(d, want, bound, first_row=start)
+        return done
 
-    checks = ["product", "identity"] + [ORIGINAL] * (divided is not None)
-    checks += [f"{name} {what}" for name in narrow for what in ("product", "identity")]
     comparisons = {name: Comparison(name) for name in checks}
     ranges = bands(rows, columns, multiple=packed.row_step)
     # In float64, and dense: four times what packing takes.
-    for start, done in map_bands(multiply, ranges, columns, workers, share=4):
-        for name, (got, want, bound) in done.items():
-            comparisons[name].add(got, want, bound, first_row=start)
+    for done in map_bands(multiply, ranges, columns, workers, share=4):
+        for name, comparison in done.items():
+            comparisons[name].merge(comparison)
     return NumericsResult("cpu", tuple(c.check() for c in comparisons.values()))
+
+
+class _Sums:
+    """A product, its reference and the sizes of its sums, added up over pieces of K."""
+
+    def __init__(self) -> None:
+        self._found: tuple[Array, ...] = ()
+
+    def add(self, *piece: Array) -> None:
+        if not self._found:
+            self._found = piece
+            return
+        with np.errstate(invalid="ignore", over="ignore", under="ignore"):
+            for whole, part in zip(self._found, piece, strict=True):
+                whole += part
+
+    @property
+    def found(self) -> tuple[Array, ...]:
+        return self._found
 
 
 def random_activations(
@@ -116,7 +155,11 @@ def random_activations(
     """Activations [tokens, columns] of an operand type: normal values, integers of all sizes."""
     if optype.name == "s8":
         return random.integers(-128, 128, (tokens, columns), np.int8)
-    return convert(random.standard_normal((tokens, columns), np.float32), optype)
+    out = np.empty((tokens, columns), optype.dtype)
+    for row in out:
+        # Of all rows at once the numbers would be the same.
+        row[:] = convert(random.standard_normal(columns, np.float32), optype)
+    return out
 
 
 # These are apart from the code that packs and dequantizes, so that each checks the other.

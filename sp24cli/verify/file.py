@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -13,16 +13,18 @@ from sp24cli.checkpoint.names import DENSE_DTYPES
 from sp24cli.checkpoint.packedfile import PackedFile, is_packed
 from sp24cli.checkpoint.reader import SafetensorsFile
 from sp24cli.checkpoint.sharded import open_tensors
-from sp24cli.errors import BadInputError, NoGpuError, Sp24Error
-from sp24cli.formats.dequantized import DequantizedFile
+from sp24cli.errors import BadInputError, NoGpuError, Sp24Error, UsageError
+from sp24cli.formats.dequantized import DequantizedFile, shard_paths
+from sp24cli.formats.foreign import ForeignFile
+from sp24cli.formats.scales import Siblings
 from sp24cli.ops.calibrate import Calibrator
 from sp24cli.ops.engine import DeviceChoice
 from sp24cli.ops.report import scale_text
 from sp24cli.ops.stream import Meter, Progress, bands, default_workers, map_bands
-from sp24cli.packed import PackedMatrix, check_structure
+from sp24cli.packed import PackedMatrix, PackInfo, check_structure
 from sp24cli.verify import cpu
-from sp24cli.verify.agreement import compare_packing
-from sp24cli.verify.result import NumericsResult, TensorVerdict, VerifyReport
+from sp24cli.verify.agreement import compare_codes, compare_packing
+from sp24cli.verify.result import Agreement, NumericsResult, TensorVerdict, VerifyReport
 
 #: Bytes of a passed-through tensor that are compared at a time.
 _COMPARE_BYTES = 1 << 24
@@ -43,7 +45,8 @@ def verify_file(
 
     Structure: parts, legal index pairs, scales, padding. Agreement, with ``against``: mask,
     codes and scales recomputed from the dense original (pruned or not) bit for bit, and all
-    other tensors byte for byte; scales of an amax history and the factors of smoothed columns,
+    other tensors byte for byte; what was converted from another tool's format, by the codes and
+    scales that are there; scales of an amax history and the factors of smoothed columns,
     too, if ``history`` and ``activations`` are the files that they come from. Numerics: the
     product of each weight on ``device``, every element (see `cpu.verify_matrix`); not run for a
     tensor whose structure is wrong.
@@ -51,16 +54,20 @@ def verify_file(
     Raises:
         BadInputError: a file that cannot be read, or ``path`` is not a packed one.
         NoGpuError: ``device`` is "cuda" and there is no usable Hopper GPU.
+        UsageError: ``history`` or ``activations`` where no packed tensor is made from such.
     """
     workers = workers or default_workers()
     with ExitStack() as stack:
         packed = stack.enter_context(PackedFile(path))
+        _check_use(packed, history, activations)
         original = calibrator = None
+        converted: dict[str, ForeignFile] = {}
         if against is not None:
             original = stack.enter_context(open_tensors(against))
             if any(is_packed(part.metadata) for part in original.parts()):
                 raise BadInputError(f"{label(against)}: is packed; --against takes the dense file")
             original = DequantizedFile(original, lambda entry: _source_dtype(packed, entry))
+            converted = _converted(packed, original, shard_paths(against))
             known = original.header.by_name
             calibrator = stack.enter_context(Calibrator(history, activations))
             original.split(n for n in packed.stacks if n in known and len(known[n].shape) == 3)
@@ -69,14 +76,24 @@ def verify_file(
         verdicts = []
         for name in packed.packed:
             verdicts.append(
-                _verify_tensor(packed, name, original, calibrator, numerics, seed, workers)
+                _verify_tensor(
+                    packed,
+                    name,
+                    original,
+                    converted.get(name),
+                    calibrator,
+                    numerics,
+                    seed,
+                    workers,
+                )
             )
             packed.drop_cache(name)
             parts = packed.packed[name].parts()
             meter.add(sum(packed.file.entry(f"{name}_{part}").nbytes for part in parts))
         faults: tuple[str, ...] = ()
         if original is not None:
-            faults = tuple(_compare_others(packed, original, meter))
+            taken = {part for name, file in converted.items() for part in file.parts(name)}
+            faults = tuple(_compare_others(packed, original, taken, meter))
         return VerifyReport(
             path=str(path),
             against=None if against is None else str(against),
@@ -88,10 +105,44 @@ def verify_file(
         )
 
 
+def _check_use(packed: PackedFile, history: Path | None, activations: Path | None) -> None:
+    """`UsageError` for a file that would not be read: it would look as if it proved something."""
+    infos, where = packed.packed.values(), label(packed.file.path)
+    if history is not None and not any(i.calibration.method == "history" for i in infos):
+        raise UsageError(f"{label(history)}: proves nothing, no scale in {where} is from a history")
+    if activations is not None and not any(i.smooth is not None for i in infos):
+        raise UsageError(f"{label(activations)}: proves nothing, no column in {where} is smoothed")
+
+
 def _source_dtype(packed: PackedFile, entry: TensorEntry) -> str | None:
     """What an FP8 weight of the original was read as when it was packed."""
     info = packed.packed.get(entry.name)
     return info.source_dtype if info is not None and info.source_dtype in DENSE_DTYPES else None
+
+
+def _converted(
+    packed: PackedFile, original: DequantizedFile, shards: Sequence[Path]
+) -> dict[str, ForeignFile]:
+    """By name the weights that may have been converted, with the file of the original (one of its
+    ``shards``, where it has such) that holds the codes and scales they were."""
+    dequantized = original.dequantized
+
+    def has_its_scales(name: str, info: PackInfo) -> bool:
+        if name not in original.header.by_name:
+            # There may be a bitmask.
+            return True
+        try:
+            return name in dequantized and dequantized[name][1].spec() == info.scale
+        except BadInputError:
+            return False
+
+    wanted = {name for name, info in packed.packed.items() if has_its_scales(name, info)}
+    found: dict[str, ForeignFile] = {}
+    if wanted:
+        for part in original.parts():
+            file = ForeignFile(part, Siblings(Path(part.path), shards), only=wanted)
+            found |= dict.fromkeys(file.packed, file)
+    return found
 
 
 _Numerics = Callable[[PackedMatrix, int], NumericsResult]
@@ -133,6 +184,7 @@ def _verify_tensor(
     packed: PackedFile,
     name: str,
     original: SafetensorsFile | None,
+    converted: ForeignFile | None,
     calibrator: Calibrator | None,
     numerics: _Numerics,
     seed: int,
@@ -142,7 +194,7 @@ def _verify_tensor(
     structure = _structure(matrix, workers)
     agreement = None
     if original is not None:
-        agreement = compare_packing(matrix, original, name, calibrator=calibrator, workers=workers)
+        agreement = _agreement(matrix, original, converted, name, calibrator, workers)
     info = matrix.info
     return TensorVerdict(
         name=name,
@@ -154,6 +206,30 @@ def _verify_tensor(
         agreement=agreement,
         numerics=numerics(matrix, seed) if structure is None else None,
     )
+
+
+def _agreement(
+    matrix: PackedMatrix,
+    original: SafetensorsFile,
+    converted: ForeignFile | None,
+    name: str,
+    calibrator: Calibrator | None,
+    workers: int,
+) -> Agreement:
+    """Whether it is what the original gives when it is converted, or when it is packed anew."""
+    taken = None
+    if converted is not None:
+        taken = compare_codes(matrix, converted, name, workers=workers)
+        if taken is not None and taken.fault is None:
+            return Agreement(None, "converted; compared with the codes and scales of the original")
+    if taken is not None and name not in original.header.by_name:
+        return Agreement(taken.fault)
+    anew = compare_packing(matrix, original, name, calibrator=calibrator, workers=workers)
+    if taken is None or anew.passed:
+        return anew
+    if taken.scales:
+        return Agreement(taken.fault)
+    return Agreement(f"{anew.fault}; if it was converted, {taken.fault}")
 
 
 def _structure(matrix: PackedMatrix, workers: int) -> str | None:
@@ -169,8 +245,11 @@ def _structure(matrix: PackedMatrix, workers: int) -> str | None:
     return check_structure(matrix)
 
 
-def _compare_others(packed: PackedFile, original: SafetensorsFile, meter: Meter) -> Iterator[str]:
-    """Faults of the tensors that were passed through, and of those that got lost."""
+def _compare_others(
+    packed: PackedFile, original: SafetensorsFile, parts: Collection[str], meter: Meter
+) -> Iterator[str]:
+    """Faults of the tensors that were passed through, and of those that got lost; ``parts`` are
+    those of converted weights."""
     known = original.header.by_name
     for entry in packed.others:
         there = known.get(entry.name)
@@ -187,7 +266,7 @@ def _compare_others(packed: PackedFile, original: SafetensorsFile, meter: Meter)
     present = {entry.name for entry in packed.others} | packed.packed.keys()
     present |= {f"{name}_perm" for name, info in packed.packed.items() if info.permuted}
     for name in known:
-        if name not in present:
+        if name not in present and name not in parts:
             yield f"{name}: is in the original, not here"
 
 

@@ -28,6 +28,7 @@ from sp24cli.activations import Tokens, quantize_tokens
 from sp24cli.bits import Array
 from sp24cli.optypes import OperandType
 from sp24cli.packed import PackedMatrix
+from sp24cli.verify.pieces import column_pieces
 
 #: Chance that a right product is refused.
 _FAILURE = 1e-9
@@ -51,9 +52,20 @@ class SmoothedTokens:
         cls, random: np.random.Generator, n: int, factors: Array, optype: OperandType
     ) -> SmoothedTokens:
         """Normal values, in each channel as large as its factor: what smoothing makes even."""
-        wide = random.standard_normal((n, len(factors))) * factors.astype(np.float64)
-        given = np.clip(wide, -_F32.max, _F32.max).astype(np.float32)
-        return cls(given, factors, optype, quantize_tokens(given, optype, 1, smooth=factors))
+        given = np.empty((n, len(factors)), np.float32)
+        codes = np.empty(given.shape, optype.dtype)
+        scales: list[Array] = []
+        for i, row in enumerate(given):
+            # Of all rows at once the numbers would be the same.
+            wide = random.standard_normal(len(factors)) * factors.astype(np.float64)
+            row[:] = np.clip(wide, -_F32.max, _F32.max)
+            tokens = quantize_tokens(given[i : i + 1], optype, 1, smooth=factors)
+            codes[i] = tokens.codes
+            if tokens.scale is not None:
+                scales.append(tokens.scale)
+        return cls(
+            given, factors, optype, Tokens(codes, np.concatenate(scales) if scales else None)
+        )
 
     @property
     def scale(self) -> Array:
@@ -68,28 +80,48 @@ class SmoothedTokens:
         ``packed`` is all or some of the ``rows`` that are judged. Where a weight is not finite
         anything is allowed.
         """
-        x = self.given.astype(np.float64)
-        y = x / self.factors.astype(np.float64)
-        walk = math.sqrt(2 * math.log(2 * max(1, rows * len(x)) / _FAILURE))
+        assert packed.smooth is not None
+        tokens, columns = self.given.shape
+        walk = math.sqrt(2 * math.log(2 * max(1, rows * tokens) / _FAILURE))
+        want, errors = (np.zeros((packed.shape[0], tokens)) for _ in range(2))
+        weights, activations = np.zeros(packed.shape[0]), np.zeros(tokens)
+        largest = np.zeros((tokens, 1))
+        pieces = column_pieces(packed)
+        for c in pieces:
+            _, y = self._divided(c)
+            np.maximum(largest, np.abs(y).max(axis=1, keepdims=True), out=largest)
+        for c in pieces:
+            places = c if packed.perm is None else packed.perm[c]
+            x, y = self._divided(places)
+            with np.errstate(invalid="ignore", over="ignore"):
+                part = packed.columns(c).dequantize(np.float64)
+                squares = np.square(part)
+                part /= packed.smooth[places].astype(np.float64)
+                want += part @ x.T
+                errors += squares @ np.square(self._errors(y, largest)).T
+                weights += squares.sum(axis=1)
+                activations += np.square(y).sum(axis=1)
         with np.errstate(invalid="ignore", over="ignore"):
-            want = packed.restore(np.float64) @ x.T
-            squares = packed.original_order(packed.dequantize(np.float64))
-            np.square(squares, out=squares)
-            off = walk * np.sqrt(squares @ np.square(self._errors(y)).T)
+            off = walk * np.sqrt(errors)
             # What the reference rounds, of its weight and in its sum: by |w'||y| for sum |w' y|.
-            norms = np.sqrt(np.outer(squares.sum(axis=1), np.square(y).sum(axis=1)))
-            off += (x.shape[1] + 4) * _U64 * norms
+            off += (columns + 4) * _U64 * np.sqrt(np.outer(weights, activations))
         return want, np.where(np.isfinite(want), off, np.inf)
 
-    def _errors(self, y: Array) -> Array:
-        """The largest |e| of each element; see the head of this module."""
+    def _divided(self, places: Array | slice) -> tuple[Array, Array]:
+        """Some columns of the activations, and divided by their factors, float64."""
+        x = self.given[:, places].astype(np.float64)
+        return x, x / self.factors[places].astype(np.float64)
+
+    def _errors(self, y: Array, largest: Array) -> Array:
+        """The largest |e| of each element of some columns; ``largest`` [N, 1] are the largest |y|
+        of all. See the head of this module."""
         if self.optype.name == "s8":
             share, half = 0.0, 0.5
         else:
             info = ml_dtypes.finfo(self.optype.dtype)
             unit = float(info.eps) / 2
             share, half = unit / (1 + unit), float(info.smallest_subnormal) / 2
-        largest = np.abs(y).max(axis=1, initial=0, keepdims=True) / self.optype.max_finite
-        scale = np.maximum(largest * (1 + 2.0**-22), float(_F32.tiny))
+        scale = largest / self.optype.max_finite
+        scale = np.maximum(scale * (1 + 2.0**-22), float(_F32.tiny))
         errors: Array = (share + 2.0**-21) * np.abs(y) + (1 + 2.0**-20) * half * scale + 2.0**-149
         return errors

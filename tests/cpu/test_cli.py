@@ -781,3 +781,28 @@ def test_sizes(count: int, text: str) -> None:
 
 def test_every_listed_command_exists() -> None:
     assert cli_main.cli.list_commands(None) == list(COMMANDS)  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/stdout"), reason="no /dev/stdout here")
+@pytest.mark.parametrize("force", [(), ("--force",)])
+@pytest.mark.parametrize("output", ["/dev/stdout", "/dev/stderr"])
+def test_an_output_cannot_be_where_the_report_is_printed(
+    model: Path, output: str, force: tuple[str, ...]
+) -> None:
+    folder = model.with_name("folder")
+    folder.mkdir()
+    model.rename(folder / model.name)
+    printed = folder.with_name("printed")
+    for source, what in ((folder / model.name, "regular file"), (folder, "folder")):
+        command = [*SP24, "prune", str(source), "-o", output, *force]
+        piped = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
+        assert (piped.returncode, piped.stdout) == (1, "")
+        assert one_line(piped.stderr).startswith(f"sp24: error: {output}: is not a {what}")
+        with open(printed, "w") as file:
+            done = subprocess.run(command, env=ENVIRONMENT, stdout=file, stderr=file)
+        assert done.returncode == 1
+        assert f"{output}: is " in one_line(printed.read_text())
+    with open(printed, "w") as file:
+        command = [*SP24, "prune", str(folder / model.name), "-o", str(printed), *force]
+        assert subprocess.run(command, env=ENVIRONMENT, stdout=file).returncode == 1
+    assert printed.read_text() == ""

@@ -637,7 +637,18 @@ def test_from_the_command_line(model: Path, capsys: pytest.CaptureFixture[str]) 
     assert run([*check, "--against", str(model)]) == 0
     assert "smooth factors taken as stored" in capsys.readouterr().out
     assert run([*check, "--smooth", amax]) == 2
+    capsys.readouterr()
+    assert run([*check, "--against", str(model), "--amax-history", history]) == 2
+    assert capsys.readouterr().err == (
+        f"sp24: error: {history}: proves nothing, no scale in {output} is from a history\n"
+    )
     assert run([*command, "vector", "--smooth", amax, "--report", str(beside(model, "r.md"))]) == 0
+    assert run([*command, "vector"]) == 0
+    capsys.readouterr()
+    assert run([*check, "--against", str(model), "--smooth", amax]) == 2
+    assert capsys.readouterr().err == (
+        f"sp24: error: {amax}: proves nothing, no column in {output} is smoothed\n"
+    )
     text = beside(model, "r.md").read_text()
     assert "smoothed, alpha" in text
     assert "calibration" in text

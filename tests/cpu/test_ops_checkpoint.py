@@ -192,6 +192,32 @@ def test_the_quantization_of_before_comes_back(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "dense" / "config.json").read_text()) == config
 
 
+def test_numbers_of_config_and_index_stay_as_they_are_written(tmp_path: Path) -> None:
+    model = write_checkpoint(tmp_path / "model")
+    numbers = (
+        "123456789012345678901234567890",
+        "-" + "9" * 5000,
+        "0.10000000000000000000000001",
+        "1e400",
+        "1.0E-5",
+        "-0",
+        "12",
+    )
+    listed = ", ".join(numbers)
+    (model / "config.json").write_text(f'{{"a": [{listed}, [], {{}}, null], "e": "\\u00e9"}}')
+    weights = json.loads((model / INDEX).read_text())["weight_map"]
+    metadata = f'{{"total_size": 1e3, "of": [{listed}]}}'
+    (model / INDEX).write_text(f'{{"metadata": {metadata}, "weight_map": {json.dumps(weights)}}}')
+    quantize_checkpoint(model, tmp_path / "packed", prune=True, **E4M3)
+    unpack_checkpoint(tmp_path / "packed", tmp_path / "dense")
+    lines = "".join(f"    {number},\n" for number in numbers)
+    assert (tmp_path / "dense" / "config.json").read_text() == (
+        f'{{\n  "a": [\n{lines}    [],\n    {{}},\n    null\n  ],\n  "e": "\\u00e9"\n}}\n'
+    )
+    index = (tmp_path / "dense" / INDEX).read_text()
+    assert all(f"      {number}" in index for number in numbers)
+
+
 def test_the_config_goes_on_to_speak_of_fp8_without_a_scale(tmp_path: Path) -> None:
     codes = normal(11, (32, 64), "F8_E4M3", deviation=30)
     tensors = {"a.weight": codes, "a.weight_scale": np.ones(1, np.float32)}

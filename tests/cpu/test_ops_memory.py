@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import sp24cli
+from sp24cli.cli.main import run
 from tests.cpu.modelfile import DTYPES, normal, save
 
 ROWS, COLUMNS = 4096, 16384
@@ -118,3 +119,13 @@ sparsegpt._PIECE_ELEMENTS = 0
         # Less than the Hessian alone or half of the factor, 4 K^2 bytes each.
         limit = 3 * k * k
         assert most - base < limit, f"{order}: {most / 1e6:.0f} MB, base {base / 1e6:.0f}"
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
+def test_verifying_long_rows_holds_pieces_of_them(tmp_path: Path) -> None:
+    wide = hole(tmp_path / "wide", 64, 1 << 18)
+    assert run(["quantize", str(wide), "-o", str(tmp_path / "packed"), "--scale", "vector"]) == 0
+    base = peak("inspect", tmp_path / "packed")
+    most = peak("verify", tmp_path / "packed", "--device", "cpu", "--workers", 2)
+    # All rows in float64 are 134 MB, of which there would be four.
+    assert most - base < 250e6, f"{most / 1e6:.0f} MB, base {base / 1e6:.0f}"

@@ -160,21 +160,13 @@ def test_clipping_and_noise_are_doubted(tmp_path: Path) -> None:
     assert layer.doubts[:2] == ("SNR below 28 dB", "1 value clipped")
 
 
-@pytest.mark.parametrize(
-    ("peak", "options"),
-    [(1e30, ["--type", "f16", "--overflow", "nan"]), (1e200, ["--scale", "vector"])],
-    ids=["code", "energy"],
-)
 @pytest.mark.parametrize("suffix", [".html", ".md", ".json"])
 def test_what_is_not_finite_is_reported(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    peak: float,
-    options: list[str],
-    suffix: str,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], suffix: str
 ) -> None:
     weight = normal(1, (64, 64)).astype(np.float64)
-    source = save(tmp_path / "in", {"a.weight": weight * peak, "b.weight": weight})
+    source = save(tmp_path / "in", {"a.weight": weight * 1e30, "b.weight": weight})
+    options = ["--type", "f16", "--overflow", "nan"]
     page = tmp_path / f"report{suffix}"
     arguments = ["--prune", "--dry-run", "--report", str(page), *options]
     assert run(["quantize", str(source), *arguments]) == 0

@@ -39,6 +39,25 @@ def test_the_first_bad_place_counts_over_bands() -> None:
     assert (check.max_error, check.bound) == (4.0, 0.5)
 
 
+def test_the_first_bad_place_counts_over_columns_and_parts() -> None:
+    good = np.ones((3, 4), np.float32)
+    left, right = good.copy(), good.copy()
+    left[2, 1], right[1, 3] = 5, 9
+    later = Comparison("x")
+    later.add(left, good, 0.5, first_row=6)
+    earlier = Comparison("x")
+    earlier.add(left, good, 0.5, first_row=3)
+    earlier.add(right, good, 0.5, first_row=3, first_column=4)
+    for parts in ((earlier, later), (later, earlier)):
+        comparison = Comparison("x")
+        for part in parts:
+            comparison.merge(part)
+        check = comparison.check()
+        assert check.first_bad == (4, 7)
+        assert (check.max_error, check.bound) == (8.0, 0.5)
+        assert check.rel_frobenius == pytest.approx(math.sqrt((16 + 64 + 16) / 36))
+
+
 def test_the_worst_element_counts_over_bands() -> None:
     comparison = Comparison("x")
     for error in (0.25, 0.5, 0.125):

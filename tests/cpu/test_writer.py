@@ -476,8 +476,9 @@ def test_output_is_a_directory(tmp_path: Path) -> None:
 
 def test_special_file_is_not_replaced(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(Sp24Error, match="pipe: is not a regular file"):
-        save(tmp_path / "pipe", overwrite=True)
+    for overwrite in (False, True):
+        with pytest.raises(Sp24Error, match="pipe: is not a regular file"):
+            save(tmp_path / "pipe", overwrite=overwrite)
 
 
 def test_read_only_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
