@@ -251,9 +251,9 @@ def test_several_tiles_of_few_tokens_a_cta(device: Device, entry: manifest.Entry
 
 @pytest.mark.parametrize("entry", [e for e in ENTRIES if e.balanced], ids=lambda e: e.name)
 def test_balanced_tiles_of_different_heights(device: Device, entry: manifest.Entry) -> None:
-    """Few rows of tiles, for as many columns leave no cluster for more. Of four rows a CTA has tiles
-    of every other, and where they are one block short of full one CTA's tiles are lower in one of
-    these: warpgroups that have rows in some of its tiles, before or after such where they do not."""
+    """Few rows of tiles, for so many columns leave no cluster for more. Of four rows a CTA has
+    tiles of every other, and where they are one block short of full, those of one are lower: then
+    a warpgroup has rows in some of a CTA's tiles only, before and after others."""
     cols = device.kernel(entry).max_clusters + 1
     full = entry.cluster * entry.tile_m // BLOCK_ROWS
     k = 2 * entry.stage_blocks * entry.split * entry.tile_k + 4
