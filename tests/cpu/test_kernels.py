@@ -229,6 +229,31 @@ def listing(check: ModuleType, *lines: str) -> list[str]:
 GMMA = "QGMMA.SP.64x256x64.F32.E4M3.E4M3 R24, gdesc[UR20], R24, {}, gsb0"
 
 
+def test_a_fatbin_that_was_found_clean_is_not_disassembled_again(
+    check: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fatbin = tmp_path / "gemm_x.fatbin"
+    fatbin.write_bytes(b"code")
+    asked: list[bytes] = []
+    faults: list[str] = ["k: local memory"]
+
+    def look(path: Path) -> tuple[list[str], list[str]]:
+        asked.append(path.read_bytes())
+        return ["k", "l"], list(faults)
+
+    monkeypatch.setattr(check, "CLEAN", tmp_path / "checked")
+    monkeypatch.setattr(check, "check_fatbin", look)
+    for _ in range(2):  # a fault is found each time
+        assert check.checked(fatbin) == (["k", "l"], ["k: local memory"])
+    faults.clear()
+    for _ in range(2):
+        assert check.checked(fatbin) == (["k", "l"], [])
+    assert asked == [b"code"] * 3
+    fatbin.write_bytes(b"other code")
+    assert check.checked(fatbin) == (["k", "l"], [])
+    assert asked[3:] == [b"other code"]
+
+
 def test_metadata_written_while_its_wgmma_runs_is_found(check: ModuleType) -> None:
     wait = "WARPGROUP.DEPBAR.LE gsb0, {}"
     rolled = [
