@@ -4,7 +4,8 @@
 
 1. The manifest's source hash is that of ``cuda/`` and each fatbin has its recorded hash.
 2. Manifest entries equal the fatbins' symbols.
-3. In the machine code: no local memory, no ``MEMBAR`` in the loop over K, and no register that
+3. In the machine code: no local memory, no ``MEMBAR`` in the loop over K (but that of a fence
+   before wgmmas of what this thread has written to shared memory), and no register that
    holds the metadata (or the A fragment) of a ``wgmma`` in flight is written before the wait that
    covers it.
 
@@ -149,6 +150,9 @@ _NO_RESULT = re.compile(
 )
 
 
+_GMMA = ("HGMMA", "QGMMA", "IGMMA")
+
+
 @cache  # many walks pass the same instructions
 def written(ins: Instruction) -> set[int]:
     """The general registers that an instruction other than a wgmma writes."""
@@ -167,9 +171,11 @@ def written(ins: Instruction) -> set[int]:
 
 
 def read_late(gmma: Instruction) -> set[int]:
-    """The registers that a sparse wgmma reads while it runs: metadata, and A's if it has any."""
-    registers = re.findall(r"\bR(\d+)\b", gmma.operands)
-    late = {int(registers[-1])}
+    """The registers that a wgmma reads while it runs: metadata if it is sparse, and A's if it has
+    any."""
+    late = set()
+    if ".SP" in gmma.opcode:
+        late.add(int(re.findall(r"\bR(\d+)\b", gmma.operands)[-1]))
     fragment = re.match(r"R\d+, R(\d+), gdesc", gmma.operands)
     if fragment:
         late |= {int(fragment[1]) + i for i in range(4)}
@@ -177,10 +183,10 @@ def read_late(gmma: Instruction) -> set[int]:
 
 
 def overwritten_metadata(flow: Flow) -> list[str]:
-    """Each write to a register of a sparse wgmma in `read_late` before the wait that covers it."""
+    """Each write to a register of a wgmma in `read_late` before the wait that covers it."""
     faults = []
     for start, gmma in enumerate(flow.code):
-        if not gmma.opcode.startswith(("HGMMA.SP", "QGMMA.SP", "IGMMA.SP")):
+        if not gmma.opcode.startswith(_GMMA):
             continue
         late = read_late(gmma)
         # A group is committed by its last wgmma, the one that names gsb0. The walk carries how many
@@ -195,7 +201,7 @@ def overwritten_metadata(flow: Flow) -> list[str]:
             seen.add(state)
             i, groups = state
             ins = flow.code[i]
-            if ins.opcode.startswith(("HGMMA", "QGMMA", "IGMMA")):
+            if ins.opcode.startswith(_GMMA):
                 if "gsb0" in ins.operands:
                     groups = min(groups + 1, 8)
             elif ins.opcode.startswith("WARPGROUP.DEPBAR"):
@@ -223,7 +229,11 @@ def check_machine_code(name: str, code: list[Instruction]) -> list[str]:
     faults += [
         f"{ins.opcode} in the loop over K at {ins.address:#x}"
         for i, ins in enumerate(code)
-        if ins.opcode.split(".")[0] in ("MEMBAR", "ERRBAR") and flow.in_loop(i)
+        if ins.opcode.split(".")[0] in ("MEMBAR", "ERRBAR")
+        and not (
+            ins.opcode == "MEMBAR.ALL.CTA" and code[i + 1].opcode.startswith("FENCE.VIEW.ASYNC")
+        )
+        and flow.in_loop(i)
     ]
     return [f"{name}: {fault}" for fault in faults + overwritten_metadata(flow)]
 

@@ -119,13 +119,13 @@ int main() {
   gemm<SP24_GEMM_CONFIG(operand, out, order, tile_n, consumers, cluster, stages, split)>(        \
       SP24_STRING(SP24_GEMM_NAME(operand, out, order, tile_n, consumers, cluster, stages, split)), \
       #operand, #out, #order, "none");
-#define SP24_PROMOTED(operand, out, order, tile_n, consumers, cluster, stages, accumulate)           \
+#define SP24_PROMOTED(operand, out, order, tile_n, consumers, cluster, stages, split, accumulate)    \
   {                                                                                                  \
     using Config = SP24_PROMOTED_CONFIG(operand, out, order, tile_n, consumers, cluster, stages,     \
-                                        accumulate);                                                 \
-    const char* const scales[] = {"none", "block", "row"};                                           \
+                                        split, accumulate);                                          \
+    const char* const scales[] = {"none", "tile", "block", "row"};                                           \
     gemm<Config>(SP24_STRING(SP24_PROMOTED_NAME(operand, out, order, tile_n, consumers, cluster,     \
-                                                stages, accumulate)),                                \
+                                                stages, split, accumulate)),                         \
                  #operand, #out, #order, scales[static_cast<int>(Config::Accumulate::kScales)]);     \
   }
 #define SP24_WIDENED(operand, out, order, tile_n, consumers, cluster, stages, split, scales)         \

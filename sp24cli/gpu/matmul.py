@@ -372,7 +372,7 @@ class SparseWeight:
         else:
             found = candidates(name, out_dtype, order, summation, able=True)
             if self.scale_rows:  # which scales of blocks of rows cannot stand for
-                found = [e for e in found if e.loop_scales != "block"]
+                found = [e for e in found if e.loop_scales not in ("tile", "block")]
             named = [e for e in found if e.name == kernel]
             if not named:
                 raise Sp24Error(

@@ -50,13 +50,13 @@ class Constants:
     warpgroup whatever its tile, ``widen`` the conversion of its weights, ``flight`` how long a
     stage is on its way, ``issue`` what the thread that asks for A takes for a stage at least.
     ``piece`` is a column of a piece of K whose sum is promoted, ``scale`` one of a piece whose
-    scales differ. ``l2`` and ``dram`` are rates. ``launch`` is a launch, ``late`` what it takes
-    longer if its CTAs find no SM before the launch before has ended, ``several`` if they have
-    several narrow tiles each (these launches do not overlap), ``wide`` if they have wide tiles,
-    which do not ask for A early. ``latency`` is the first stage's. ``column`` is a column of a
-    warpgroup's rows at a tile's end; of a tile split over K ``exchange`` and, for each column that
-    is sent, ``sent``. ``sum_time`` and ``sum_memory`` are the exponents of the smooth maxima: of
-    steps and memory, of L2 and DRAM.
+    scales differ, ``spread`` one whose scales a wgmma spreads. ``l2`` and ``dram`` are rates.
+    ``launch`` is a launch, ``late`` what it takes longer if its CTAs find no SM before the launch
+    before has ended, ``several`` if they have several narrow tiles each (these launches do not
+    overlap), ``wide`` if they have wide tiles, which do not ask for A early. ``latency`` is the
+    first stage's. ``column`` is a column of a warpgroup's rows at a tile's end; of a tile split
+    over K ``exchange`` and, for each column that is sent, ``sent``. ``sum_time`` and
+    ``sum_memory`` are the exponents of the smooth maxima: of steps and memory, of L2 and DRAM.
     """
 
     port: float = 0.5679
@@ -68,6 +68,7 @@ class Constants:
     issue: float = 92.38
     piece: float = 0.96
     scale: float = 0.38
+    spread: float = 0.7
     l2: float = 10660.0
     dram: float = 5442.0
     launch: float = 763.0
@@ -83,8 +84,9 @@ class Constants:
 
 
 #: Source: `samples/fit_model.py` over 358 problems timed on an H200 (132 SMs, 700 W): kernels near
-#: the fastest are 6.3 % off, root of the mean square. ``widen``, ``piece`` and ``scale`` are of no
-#: kernel among them: of single timings of widened, precise and block-scaled ones (cuda/README.md).
+#: the fastest are 6.3 % off, root of the mean square. ``widen``, ``piece``, ``scale`` and
+#: ``spread`` are of no kernel among them: of single timings of widened, precise and block-scaled
+#: ones (cuda/README.md).
 H200 = Constants()
 
 
@@ -97,7 +99,8 @@ class Points:
     of K, of which a stage has ``stage_blocks`` and all stages ``flying``.
     ``a``, ``b`` and ``d`` are the bytes of the whole operands, ``step_a`` what a cluster reads of A
     in a step. ``consumers`` are the warpgroups that have rows, ``blocks`` those of 64 rows of one,
-    ``pieces`` of a sum a step, ``scaled`` these if their scales differ.
+    ``pieces`` of a sum a step, ``scaled`` these if their scales differ, ``spread`` others, whose
+    scales a wgmma spreads.
     """
 
     tile_n: Array
@@ -110,6 +113,7 @@ class Points:
     blocks: Array
     pieces: Array
     scaled: Array
+    spread: Array
     tile_rows: Array
     cols: Array
     tiles: Array
@@ -158,6 +162,7 @@ def _point(entry: Entry, p: Problem, sm_count: int) -> tuple[float, ...]:
     a = m / 64 * blocks * entry.block_bytes
     b = n * blocks * entry.box_bytes_b
     pieces = entry.tile_k / entry.promote_k if entry.promote_k else 0.0
+    spread, pieces = (pieces, 0.0) if entry.loop_scales == "tile" else (0.0, pieces)
     return (
         entry.tile_n,
         min(entry.consumers, math.ceil(tile_blocks)),
@@ -169,6 +174,7 @@ def _point(entry: Entry, p: Problem, sm_count: int) -> tuple[float, ...]:
         2 if pieces else 1,
         pieces,
         pieces if entry.loop_scales != "none" else 0.0,
+        spread,
         rows,
         cols,
         rows * cols,
@@ -199,7 +205,7 @@ def times_us(at: Points, c: Constants = H200) -> Array:
     wgmma = at.consumers * (c.warpgroup + c.widen * at.widened)
     step = _most([wgmma, port, c.issue / at.stage_blocks, c.flight / at.flying], 4)
     # Additions do not overlap with wgmmas.
-    step += at.tile_n * (c.piece * at.pieces + c.scale * at.scaled)
+    step += at.tile_n * (c.piece * at.pieces + c.scale * at.scaled + c.spread * at.spread)
     end = c.column * at.consumers * at.tile_n / at.split
     sent = at.consumers * at.tile_n * (1 - 1 / at.split)
     compute = at.steps * step + end + (at.split > 1) * c.exchange + c.sent * sent

@@ -83,7 +83,7 @@ def block_summation(rows: int, block_k: int) -> str:
     """The summation for scales of ``rows`` rows of A that change along K at multiples of
     ``block_k`` alone (0: nowhere); `Sp24Error` where no kernel has one."""
     if block_k % 128 == 0:
-        return "row128" if rows % 64 else "block128"
+        return "row128" if rows % 64 else "block128" if rows % 128 else "tile128"
     if block_k % 64 == 0:
         return "row64"
     raise Sp24Error(

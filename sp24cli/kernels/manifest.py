@@ -19,7 +19,7 @@ FOLDER = Path(os.environ.get("SP24_KERNELS", Path(__file__).resolve().parent))
 
 #: How kernels sum: in the tensor cores alone, promoted, and promoted with scales that vary along
 #: K, each kind of which can do what the ones before it can.
-SUMMATIONS = ("fast", "precise", "block128", "row128", "row64")
+SUMMATIONS = ("fast", "precise", "tile128", "block128", "row128", "row64")
 #: How kernels sum that widen weights first, by the scales that these meet then
 #: (`fragments.WeightScales`): each reads another image, and none stands in for another.
 WIDENED_SUMMATIONS = {"none": "widened", "block": "widened_block", "mx": "widened_mx"}
@@ -46,8 +46,8 @@ class Entry:
 
     ``accumulate`` is the type of the accumulators. ``promote_k`` is the K after which partial sums
     are added to float32 registers, 0 where the tensor cores keep all of the sum; ``loop_scales``
-    are the scales that are applied then: "none", "block" (one for 64 rows of A, one a row of B) or
-    "row" (one a row of each).
+    are the scales that are applied then: "none", "tile" (one for 128 rows of A, one a row of B),
+    "block" (the same for 64 rows of A) or "row" (one a row of each).
 
     ``layout`` is the image of A: "sm90", or "widened", that of `fragments`, with the scales
     ``weight_scales`` in it; weights are then widened to ``b_type`` before they are multiplied.

@@ -89,7 +89,7 @@ def test_without_a_gpu_it_is_one_line_and_exit_5(no_gpu, capsys, arguments):
         (["--plot", "-"], "svg, png, html"),
         (["--type", "e5m2", "--accumulate", "precise"], "e5m2 into bf16 nm, summing precise"),
         (["--type", "f16", "--accumulate", "precise"], "f16 into f16 nm, summing precise"),
-        (["--b-type", "e5m2", "--scale", "block"], "e4m3_e5m2 into bf16 nm, summing block128"),
+        (["--b-type", "e5m2", "--scale", "block"], "e4m3_e5m2 into bf16 nm, summing tile128"),
         (["--b-type", "bf16", "--accumulate", "precise"], "that widens weights has precise sums"),
         (["--kernel", "gemm_f16_f16_nm_n256_w2_c2_s5"], "does not multiply e4m3 into bf16 nm"),
         (["--type", "f16", "--scale", "vector"], "--type f16 has no scale; leave out --scale"),

@@ -134,6 +134,7 @@ def test_scales_decide_whether_a_weight_is_widened() -> None:
     ("summation", "promote_k", "widths"),
     [
         ("precise", {256}, {16, 64, 128, 192}),
+        ("tile128", {128}, {16, 64, 128, 160}),
         ("block128", {128}, {16, 64, 128}),
         ("row128", {128}, {16, 128}),
         ("row64", {64}, {16, 128}),
@@ -155,8 +156,9 @@ def test_e4m3_is_summed_in_every_way(summation: str, promote_k: set[int], widths
 
 
 def test_scales_along_k_decide_the_summation() -> None:
-    assert block_summation(128, 128) == block_summation(64, 256) == "block128"
-    assert block_summation(0, 128) == "block128"  # one scale of A in all
+    assert block_summation(128, 128) == block_summation(384, 256) == "tile128"
+    assert block_summation(0, 128) == "tile128"  # one scale of A in all
+    assert block_summation(64, 128) == block_summation(192, 384) == "block128"
     assert block_summation(1, 128) == block_summation(48, 384) == "row128"
     assert block_summation(128, 64) == block_summation(1, 192) == "row64"
     with pytest.raises(Sp24Error, match="scales that change every 32 of K need a kernel"):
@@ -289,12 +291,25 @@ def test_fragments_of_a_written_while_their_wgmma_runs_are_found(check: ModuleTy
         assert not listing(check, load, gmma, *tail)
 
 
+def test_a_dense_wgmma_reads_its_fragments_alone(check: ModuleType) -> None:
+    gmma = "HGMMA.64x64x16.F32.BF16 R56, R120, gdesc[UR24], RZ, !UPT, gsb0"
+    tail = ["WARPGROUP.DEPBAR.LE gsb0, 0x0", "EXIT"]
+    for register, fault in ((119, 0), (120, 1), (123, 1), (124, 0), (56, 0)):
+        move = f"MOV R{register}, R5"
+        assert len(listing(check, gmma, move, *tail)) == fault, register
+    by_descriptors = gmma.replace("R120, gdesc[UR24]", "gdesc[UR24]")
+    assert not listing(check, by_descriptors, "MOV R120, R5", *tail)
+
+
 def test_local_memory_and_fences_in_the_loop_over_k_are_found(check: ModuleType) -> None:
     loop = ["MEMBAR.ALL.GPU", "@!P0 BRA 0x0", "EXIT"]
     assert listing(check, *loop) == ["k: MEMBAR.ALL.GPU in the loop over K at 0x0"]
     assert not listing(check, "MEMBAR.ALL.GPU", "EXIT")
     tiles = ["MEMBAR.ALL.GPU", "WARPGROUP.DEPBAR.LE gsb0, 0x0", "@!P0 BRA 0x0", "EXIT"]
     assert not listing(check, *tiles)
+    of_stores = ["MEMBAR.ALL.CTA", "FENCE.VIEW.ASYNC.S", "@!P0 BRA 0x0", "EXIT"]
+    assert not listing(check, *of_stores)
+    assert listing(check, *of_stores[:1], *of_stores[2:]) and listing(check, *of_stores[1:3], *loop)
     assert listing(check, "STL [R1], R2", "EXIT") == ["k: local memory at 0x0 (STL)"]
 
 

@@ -184,17 +184,21 @@ def test_sums_that_are_promoted_take_longer_by_their_pieces_and_scales() -> None
         return next(e for e in found if (e.tile_n, e.consumers) == (128, 2))
 
     piece, scale = replace(FREE, piece=1.0), replace(FREE, scale=1.0)
-    for summation, pieces, scaled in (
-        ("precise", 32, 0),
-        ("block128", 64, 64),
-        ("row64", 128, 128),
+    spread = replace(FREE, spread=1.0)
+    for summation, pieces, scaled, spreads in (
+        ("precise", 32, 0, 0),
+        ("tile128", 0, 0, 64),
+        ("block128", 64, 64, 0),
+        ("row64", 128, 128, 0),
     ):
         entry = wide(summation)
-        assert us(entry, 128, 128, 8192, piece) == pytest.approx(pieces * 128 / 1000, rel=1e-3)
+        assert us(entry, 128, 128, 8192, piece) == pytest.approx(pieces * 128 / 1000, abs=1e-3)
         assert us(entry, 128, 128, 8192, scale) == pytest.approx(scaled * 128 / 1000, abs=1e-3)
-    # Both warpgroups read A's two blocks, and half of B twice.
+        assert us(entry, 128, 128, 8192, spread) == pytest.approx(spreads * 128 / 1000, abs=1e-3)
+    # Both warpgroups read A's two blocks, and half of B twice; or one block and all of B.
     port = replace(FREE, port=1.0, a_rows=40.0)
     assert us(wide("precise"), 128, 128, 128, port) == pytest.approx(2 * (128 + 80) / 1000)
+    assert us(wide("tile128"), 128, 128, 128, port) == pytest.approx(2 * (128 + 40) / 1000)
 
 
 class TestCorrection:

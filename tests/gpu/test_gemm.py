@@ -62,7 +62,7 @@ def weight_scale(entry: manifest.Entry) -> str:
     """The finest scale of a weight beside the loop's: where that is by rows, none is by row."""
     if entry.weight_scales != "none":
         return problems.operand_scale(entry)
-    return "tensor" if entry.loop_scales == "block" else "vector"
+    return "tensor" if entry.loop_scales in ("tile", "block") else "vector"
 
 
 def assert_close(

@@ -36,6 +36,7 @@ BLOCKS = [
     ((128, 128), 0),
     ((64, 256), 128),
     ((192, 384), 256),
+    ((256, 384), 128),
     (None, 128),
     ((128, 64), 64),
     ((1, 192), 128),
@@ -86,9 +87,8 @@ def random_problem(
 
 def takes(entry: manifest.Entry, block: tuple[int, int] | None, scale_k: int) -> bool:
     rows, columns = block or (1, 0)
-    by_row = rows % 64 != 0
-    step = int(np.gcd(columns, scale_k))
-    return step % entry.promote_k == 0 and not (by_row and entry.loop_scales == "block")
+    together = {"tile": 128, "block": 64, "row": 1}[entry.loop_scales]
+    return int(np.gcd(columns, scale_k)) % entry.promote_k == 0 and rows % together == 0
 
 
 @EVERY_SCALED
@@ -119,6 +119,62 @@ def test_random_scales_of_blocks_and_bias(
     bias = np.random.default_rng(n).standard_normal(m).astype(np.float32)
     d = run(device, entry, problem, scale_b, bias, scale_b_k=entry.promote_k)
     assert_close(entry, d, problem.exact + bias[:, None], problem.norms, k)
+
+
+def that_reads_scales(entry: manifest.Entry) -> manifest.Entry | None:
+    """A kernel that adds the same pieces in the same order as one whose scales a wgmma spreads."""
+    wanted = (entry.out_type, entry.order, entry.split)
+    found = (e for e in SCALED if e.loop_scales == "block")
+    return next((e for e in found if (e.out_type, e.order, e.split) == wanted), None)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [e for e in SCALED if e.loop_scales == "tile"],
+    ids=lambda e: e.name,
+)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "x".join(map(str, s)))
+def test_scales_that_a_wgmma_spreads_are_those_that_are_read(
+    device: Device, entry: manifest.Entry, shape: tuple[int, int, int]
+) -> None:
+    """Bit for bit, with all 24 bits of a scale and far apart: the kernels that read each column's
+    scale add the same pieces in the same order."""
+    m, n, k = shape
+    random = np.random.default_rng(m)
+    problem, _ = random_problem(entry.a_type, m, n, k, 128, 128)
+    packed = problem.packed
+    assert packed.scale is not None
+    far = [
+        (random.uniform(1, 2, of) * 2.0 ** random.integers(-53, 30, of)).astype(np.float32)
+        for of in (packed.scale.shape, (n, -(-k // 128)))
+    ]
+    problem = replace(problem, packed=replace(packed, scale=far[0]))
+    other = that_reads_scales(entry)
+    assert other is not None
+    one, two = (run(device, e, problem, far[1], scale_b_k=128) for e in (entry, other))
+    # Of the memory's order: the other is a transposed view, which cannot be read as bytes.
+    bits = [np.ascontiguousarray(d).view(np.uint8) for d in (one, two)]
+    assert np.array_equal(*bits)
+
+
+@EVERY_SCALED
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_scale_that_is_not_finite_stays_with_its_token(
+    device: Device, entry: manifest.Entry, bad: float
+) -> None:
+    """One token's, in one block along K: every other token has the bits that it has without."""
+    m, n, k = 200, 390, 640
+    rows = 1 if entry.loop_scales == "row" else 128
+    problem, scale_b = random_problem(entry.a_type, m, n, k, rows, entry.promote_k)
+    spoilt = scale_b.copy()
+    spoilt[100, 1] = bad
+    one, two = (
+        run(device, entry, problem, b, scale_b_k=entry.promote_k) for b in (scale_b, spoilt)
+    )
+    others = np.arange(n) != 100
+    bits = [np.ascontiguousarray(d[:, others]).view(np.uint8) for d in (one, two)]
+    assert np.array_equal(*bits)
+    assert not np.isfinite(two[:, 100].astype(np.float32)).all()
 
 
 def test_a_scale_of_the_next_block_does_not_pass(device: Device) -> None:

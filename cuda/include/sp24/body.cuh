@@ -16,6 +16,7 @@
 #include "sp24/ptx/wgmma_sp.cuh"
 #include "sp24/ring.cuh"
 #include "sp24/schedule.cuh"
+#include "sp24/spread.cuh"
 #include "sp24/widen.cuh"
 
 namespace sp24 {
@@ -74,16 +75,14 @@ struct BlocksA {
       rows[b] = block * args.k_blocks + share.first;
     }
   }
-  // Tells a free stage what it will hold, `count` blocks along K of A from `k` on and `rows_b` rows of B, and
-  // asks for its A.
-  __device__ __forceinline__ void fill(uint32_t shared, int stage, uint32_t k, int count, int rows_b,
+  // Asks for A of a free stage, `count` blocks along K from `k` on.
+  __device__ __forceinline__ void fill(uint32_t shared, int stage, uint32_t k, int count,
                                        uint64_t policy) const {
     using Shared = typename Config::Shared;
     constexpr int kRoom = Config::kStageBlocks * Config::kBlockBytes;
     const uint32_t full = shared + offsetof(Shared, full) + stage * 8;
     const uint32_t to = shared + offsetof(Shared, a) + stage * Config::kRowBlocks * kRoom;
-    ptx::mbarrier_arrive_expect_tx(
-        full, count * (row_blocks * Config::kBlockBytes + rows_b * kRowBytesB));
+    ptx::mbarrier_arrive_expect_tx(full, count * row_blocks * Config::kBlockBytes);
 #pragma unroll
     for (int b = 0; b < Config::kRowBlocks; ++b)
       if (b < row_blocks)
@@ -134,12 +133,11 @@ __device__ __forceinline__ void fill_first_round(const GemmArgs& args, uint32_t 
   const BlocksA<Config> blocks(args, share, m0, schedule.blocks);
   Round<Config> round(args, share, schedule.row, 0);
   const uint64_t policy = ptx::l2_policy(args.read_once & 1);
-  const int rows_b = rows_of_b<Config>(args, n0);
   const int whole = min(share.blocks / Config::kStageBlocks, Config::kStages);
   for (int s = 0; s < whole; ++s)
-    blocks.fill(shared, s, round.next(), Config::kStageBlocks, rows_b, policy);
+    blocks.fill(shared, s, round.next(), Config::kStageBlocks, policy);
   const int left = share.blocks % Config::kStageBlocks;
-  if (left && whole < Config::kStages) blocks.fill(shared, whole, round.full, left, rows_b, policy);
+  if (left && whole < Config::kStages) blocks.fill(shared, whole, round.full, left, policy);
 }
 
 // One thread. Brings B's maps near, and a B that all CTAs will read at once into L2, a box a CTA, or each
@@ -162,8 +160,9 @@ __device__ __forceinline__ void prefetch_b(const MapsB& maps, const GemmArgs& ar
   }
 }
 
-// Fills stages, by two threads: one asks for the tile's blocks of A for this CTA, and says how many bytes a
-// stage will hold, the other for its boxes of B, for all of the cluster that work on the same part of K.
+// Fills stages, by two threads: one asks for the tile's blocks of A for this CTA, the other for its boxes of
+// B, for all of the cluster that work on the same part of K. Each says how many bytes of its operand the
+// stage will hold.
 //
 // Order. A stage is written again only after empty[stage] has completed, that is after every
 // consumer of every CTA that the write reaches has arrived there: each of its warps, when it has waited
@@ -174,8 +173,9 @@ __device__ __forceinline__ void prefetch_b(const MapsB& maps, const GemmArgs& ar
 //   has been waited for has read its operands, so nothing is left to order: the arrivals at other
 //   CTAs are relaxed. (A release at cluster scope would be a MEMBAR.ALL.GPU in the loop.)
 // The bytes are published by the copies' complete_tx on full[stage], which consumers acquire. It is no
-// matter which thread, here or in another CTA, comes first: a phase of `full` ends once it has both its
-// arrival, which is that of the thread of A, and all bytes.
+// matter which thread, here or in another CTA, comes first: a phase of `full` ends once it has the arrivals
+// of both threads here and all bytes. So neither falls a phase of `empty` behind, where its wait would take
+// the next phase for this one: that of B arrives for a stage whose boxes other CTAs ask for, too.
 template <class Config>
 __device__ __forceinline__ void produce_a(const GemmArgs& args, uint32_t shared, uint32_t m_rank,
                                           int part) {
@@ -190,11 +190,10 @@ __device__ __forceinline__ void produce_a(const GemmArgs& args, uint32_t shared,
   for (int m0, n0; schedule.next(m_rank, m0, n0);) {
     const BlocksA<Config> blocks(args, share, m0, schedule.blocks);
     Round<Config> round(args, share, schedule.row, filled);
-    const int rows_b = rows_of_b<Config>(args, n0);
     const auto fill = [&](uint32_t k, int count) {
       // The first round finds the barrier fresh: the phase before its first counts as complete.
       ptx::mbarrier_wait(shared + offsetof(Shared, empty) + ring.stage * 8, ring.parity ^ 1);
-      blocks.fill(shared, ring.stage, k, count, rows_b, policy);
+      blocks.fill(shared, ring.stage, k, count, policy);
       ring.advance();
     };
     int left = share.blocks - filled * Config::kStageBlocks;
@@ -225,6 +224,7 @@ __device__ __forceinline__ void produce_b(const MapsB& maps, const GemmArgs& arg
     const auto fill = [&](int k, int count) {
       ptx::mbarrier_wait(shared + offsetof(Shared, empty) + ring.stage * 8, ring.parity ^ 1);
       const uint32_t full = shared + offsetof(Shared, full) + ring.stage * 8;
+      ptx::mbarrier_arrive_expect_tx(full, count * rows_b * kRowBytesB);
 #pragma unroll
       for (int j = 0; j < Config::kStageBlocks; ++j) {
         if (j >= count) break;
@@ -301,7 +301,8 @@ __device__ __forceinline__ void consume(const GemmArgs& args, uint32_t shared, u
     ring.advance();
   };
 
-  // A tile that has no rows for this warpgroup: its stages are given back as they come.
+  // A tile that has no rows for this warpgroup: its stages are given back as they come. Early is early enough:
+  // it waits for `full`, and so arrives once a phase, and it reads nothing of the stage.
   static_assert(!Config::kBalanced || !Config::kGathers, "warps that wait for stages themselves");
   const auto pass_over = [&] {
     for (int left = share.blocks; left > 0; left -= Config::kStageBlocks) {
@@ -339,28 +340,49 @@ __device__ __forceinline__ void consume(const GemmArgs& args, uint32_t shared, u
   if constexpr (Config::kBalanced && Config::kSplit > 1) exchange.settle();
 }
 
-// The same where the sums are promoted; K is not split.
+// The same where the sums are promoted.
 template <class Config>
 __device__ __forceinline__ void consume_promoted(const GemmArgs& args, uint32_t shared,
-                                                 uint32_t m_rank, int warpgroup) {
-  static_assert(Config::kSplit == 1, "promoted sums of parts of K are not exchanged");
+                                                 uint32_t m_rank, int part, int warpgroup) {
   using Shared = typename Config::Shared;
-  const StageReader<Config> stages(shared, m_rank, 0, warpgroup);
+  const StageReader<Config> stages(shared, m_rank, part, warpgroup);
   Ring<Config::kStages> ring;
   Schedule<Config> schedule(args);
-  PromotedSum<Config> promoted(shared, warpgroup);
+  const KShare<Config> share(args, part);
+  auto promoted = [&] {
+    if constexpr (Config::kSideBySide)
+      return PromotedSum<Config>(shared, warpgroup);
+    else
+      return SpreadSum<Config>(shared, args.m);
+  }();
   TileScales<Config> scales(shared, warpgroup);
   const uint32_t chunks =
       shared + offsetof(Shared, chunks) + warpgroup * sizeof(Shared::chunks) / Config::kConsumers;
   const int barrier = kBarriers * warpgroup + 1;
   ptx::wait_for_prerequisites();  // scales are read and D is written from here on
+  Exchange<Config> exchange(shared, m_rank, part, warpgroup);
   for (int m0, n0; schedule.next(m_rank, m0, n0);) {
-    n0 += warpgroup * Config::kStoredN;
+    m0 += (Config::kSideBySide ? part : warpgroup) * kBlockRows;
+    n0 += (Config::kSideBySide ? warpgroup : part) * Config::kStoredN;
     scales.fetch(args, m0, n0);
-    promoted.run(args.k_blocks, stages, ring);
+    promoted.run(share.blocks, stages, ring);
+    if constexpr (!Config::kSideBySide) {
+      finish_tile<Config>(promoted.sum, exchange, share.counts, schedule.more(), args, scales, chunks,
+                          barrier, m0, n0);
+    } else if constexpr (Config::kSplit > 1) {
+      ptx::wgmma_wait<0>();  // none is left: so check.py sees that what follows is no part of the loop over K
+      constexpr int kPart = PromotedSum<Config>::kPart;
+      float all[2 * kPart];
 #pragma unroll
-    for (int b = 0; b < Config::kStoredBlocks; ++b)
-      store_tile<Config>(promoted.sum[b], args, scales, chunks, barrier, m0 + b * kBlockRows, n0, b);
+      for (int i = 0; i < 2 * kPart; ++i) all[i] = promoted.sum[i / kPart][i % kPart];
+      typename Config::StoredSums sums;
+      exchange(all, sums, share.counts, schedule.more());
+      store_tile<Config>(sums, args, scales, chunks, barrier, m0, n0);
+    } else {
+#pragma unroll
+      for (int b = 0; b < Config::kStoredBlocks; ++b)
+        store_tile<Config>(promoted.sum[b], args, scales, chunks, barrier, m0 + b * kBlockRows, n0, b);
+    }
   }
 }
 
@@ -411,14 +433,19 @@ __device__ __forceinline__ void gemm(const MapsB& maps, const GemmArgs& args) {
     if (warp == 4 * Config::kConsumers + 3 && ptx::elect_one())
       produce_b<Config>(maps, args, base, m_rank, part);
     if constexpr (Config::kScaledInLoop) {
-      if (warp == 4 * Config::kConsumers + 1) load_scales<Config, true>(args, shared, m_rank);
-      if (warp == 4 * Config::kConsumers + 2) load_scales<Config, false>(args, shared, m_rank);
+      if constexpr (Config::kScaledByTile) {
+        if (warp == 4 * Config::kConsumers + 1) load_tile_scales<Config, 0>(args, shared, m_rank, part);
+        if (warp == 4 * Config::kConsumers + 2) load_tile_scales<Config, 1>(args, shared, m_rank, part);
+      } else {
+        if (warp == 4 * Config::kConsumers + 1) load_scales<Config, true>(args, shared, m_rank, part);
+        if (warp == 4 * Config::kConsumers + 2) load_scales<Config, false>(args, shared, m_rank, part);
+      }
     }
     __syncwarp();
   } else {
     ptx::set_registers_up<Config::kConsumerRegisters>();
     if constexpr (Config::kPromoted)
-      consume_promoted<Config>(args, shared, m_rank, warp / 4);
+      consume_promoted<Config>(args, shared, m_rank, part, warp / 4);
     else if constexpr (Config::Operand::kWidened)
       widen_and_consume<Config>(args, shared, m_rank, part, warp / 4);
     else

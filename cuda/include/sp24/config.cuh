@@ -50,15 +50,18 @@ struct GemmConfig {
   static constexpr int kSplit = kSplit_;          // parts of K, a CTA each
   static constexpr int kClusterCtas = kCluster * kSplit;
   using Accumulate = Accumulate_;
+  static constexpr bool kScaledByTile = Accumulate::kScales == LoopScales::tile;
 
   // What a consumer thread sums in: 64 rows by the tile's columns over 128 threads.
   using Accumulators = typename Operand::Register[kTileN / 2 / Operand::kPerRegister];
 
-  // Promoted sums (promote.cuh): warpgroups side by side, each of two blocks of rows. Others: one above
-  // the other, of one block each.
+  // Promoted sums (promote.cuh): warpgroups side by side, each of two blocks of rows. Others, and where a
+  // tile's rows have one scale (spread.cuh): one above the other, of one block each.
   static constexpr bool kPromoted = Accumulate::kSteps != 0;
-  static constexpr int kRowBlocks = kPromoted ? 2 : kConsumers;  // a tile's blocks of 64 rows
-  static constexpr int kStoredBlocks = kPromoted ? 2 : 1;        // those of a warpgroup
+  static constexpr bool kSideBySide = kPromoted && !kScaledByTile;
+  static constexpr int kRowBlocks = kSideBySide ? 2 : kConsumers;  // a tile's blocks of 64 rows
+  // Those that a warpgroup stores: of two one, where another part of K stores the other.
+  static constexpr int kStoredBlocks = kSideBySide && kSplit == 1 ? 2 : 1;
   static constexpr int kTileM = kRowBlocks * kBlockRows;
   // Whether the rows of D are dealt out evenly, in tiles of up to kTileM (schedule.cuh).
   static constexpr bool kBalanced = !kPromoted && !Operand::kWidened && kConsumers > 2 && kTileN <= 128;
@@ -70,17 +73,17 @@ struct GemmConfig {
   static constexpr int kTileK = kRowBytesB / Operand::kItemBytes;  // logical K of a block
   static constexpr int kThreads = (kConsumers + 1) * 128;          // the last warpgroup produces
   // Registers a thread once the roles are known: what the launch gave an SM's threads, shared out again.
-  static constexpr int kProducerRegisters = 40;
-  static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : kConsumers == 3 ? 152 : 104;
+  static constexpr int kProducerRegisters = kScaledByTile ? 56 : 40;
+  static constexpr int kConsumerRegisters = kScaledByTile ? 224 : kConsumers == 2 ? 232 : kConsumers == 3 ? 152 : 104;
   static constexpr int kBlockBytes =
       Operand::kBlockValueBytes + Operand::kMetaBytes + Operand::kBlockScaleBytes;
-  // Columns of a tile that one warpgroup stores: those of its part of K, or those that it sums.
-  static constexpr int kStoredN = kTileN / (kPromoted ? kConsumers : kSplit);
+  // Columns of a tile that one warpgroup stores: those of its part of K, or those that it sums beside others.
+  static constexpr int kStoredN = kTileN / (kSideBySide ? kConsumers : kSplit);
   using StoredSums = typename Operand::Register[kStoredN / 2 / Operand::kPerRegister];
   // Whether one warp of a warpgroup waits for stages and gives them back for all four (ring.cuh): where
   // the wgmmas of a stage take longer than the warps take to agree.
   // Racecheck does not follow an order through a named barrier to one thread's arrival: there, no.
-  static constexpr bool kGathers = kTileN > 128 && kArrivingLanes == 1;
+  static constexpr bool kGathers = kTileN > 128 && !kScaledByTile && kArrivingLanes == 1;
   // Whether A of the first round is asked for before the kernel before has ended (fill_first_round):
   // where memory sets the pace. Wide tiles were 0 to 1 % slower for it.
   static constexpr bool kFillsEarly = kTileN <= 128;
@@ -97,11 +100,13 @@ struct GemmConfig {
   // Promoted sums: units of a stage, and the slot of scales that each has.
   static constexpr bool kScaledInLoop = Accumulate::kScales != LoopScales::none;
   static constexpr int kUnits = Accumulate::kSteps == 1 ? 2 : 1;
+  // One a column, of four words; else one a column, and of A kRowBlocks or kTileM.
   static constexpr int kSlotScales =
-      kTileN + (Accumulate::kScales == LoopScales::block ? 4 : kTileM);  // of A: kRowBlocks or kTileM
+      kScaledByTile ? 4 * kTileN
+                    : kTileN + (Accumulate::kScales == LoopScales::block ? 4 : kTileM);
   static constexpr int kScaleSlotBytes = kSlotScales * 4;
-  // Arrivals that fill a stage: the producer's, and of the two warps that bring scales each lane's.
-  static constexpr int kFills = 1 + (kScaledInLoop ? 2 * 32 : 0);
+  // Arrivals that fill a stage: the producers', and each lane's of the warps that bring its scales.
+  static constexpr int kFills = 2 + (kScaledByTile ? 32 : kScaledInLoop ? 2 * 32 : 0);
   // Logical K of a piece of the sum; 0 where the tensor cores keep all of it.
   static constexpr int kPromoteK = Accumulate::kSteps * kTileK / 2;
 
@@ -109,7 +114,8 @@ struct GemmConfig {
   static_assert(kConsumers == 2 || (kConsumers <= 4 && kTileN <= 128),
                 "a consumer thread's registers hold its accumulators");
   static_assert(kTileN % 8 == 0 && kTileN <= 256, "what wgmma multiplies");
-  static_assert(!kPromoted || (kTileN % kConsumers == 0 && (kStoredN % 16 == 0 || kTileN == 16)),
+  static_assert(!kScaledByTile || kConsumers == 2, "the registers of two consumers' launch, shared out");
+  static_assert(!kSideBySide || (kTileN % kConsumers == 0 && (kStoredN % 16 == 0 || kTileN == 16)),
                 "groups of columns as load_scales places them");
   static_assert(kStoredN == 8 || kStoredN % 16 == 0, "an epilogue chunk is 16 columns wide");
   static_assert(kSplit == 1 || std::is_same_v<typename Operand::Register, float>,
@@ -119,6 +125,7 @@ struct GemmConfig {
   static_assert(Operand::kWidened ? kBlockBytes % 16 == 0 : kBlockBytes % 512 == 0,
                 "a bulk copy is of 16 bytes, a 64-byte swizzle atom is 512");
   static_assert(!Operand::kWidened || !kPromoted, "what consume_widened does");
+  static_assert(!kSideBySide || kSplit <= kRowBlocks, "a part of K stores a block of rows");
 
   struct alignas(1024) Shared {
     uint8_t b[kStages][kStageBlocks][kTileN * kRowBytesB];
@@ -128,7 +135,7 @@ struct GemmConfig {
     float scales[kConsumers][2][kStoredN + 2 * kStoredBlocks * kBlockRows];  // see TileScales
     uint64_t full[kStages];
     uint64_t empty[kStages];
-    alignas(16) float loop_scales[kStages][kUnits][kScaledInLoop ? kSlotScales : 4];
+    alignas(kScaledByTile ? 128 : 16) float loop_scales[kStages][kUnits][kScaledInLoop ? kSlotScales : 4];
     ExchangeShared<kConsumers, kSplit, kStoredN / 8> exchange;
   };
   static_assert(sizeof(Shared) <= 227 * 1024, "shared memory of one CTA on sm_90");

@@ -18,11 +18,11 @@
 #define SP24_GEMM_NAME(operand, out, order, tile_n, consumers, cluster, stages, split)            \
   SP24_JOIN(gemm_##operand##_##out##_##order##_n##tile_n##_w##consumers##_c##cluster##_s##stages, \
             SP24_SPLIT_NAME_##split)
-#define SP24_PROMOTED_CONFIG(operand, out, order, tile_n, consumers, cluster, stages, accumulate) \
+#define SP24_PROMOTED_CONFIG(operand, out, order, tile_n, consumers, cluster, stages, split, accumulate) \
   sp24::GemmConfig<sp24::operand, sp24::out_##out, sp24::Order::order, tile_n, consumers, cluster, \
-                   stages, 1, sp24::accumulate>
-#define SP24_PROMOTED_NAME(operand, out, order, tile_n, consumers, cluster, stages, accumulate) \
-  gemm_##operand##_##out##_##order##_n##tile_n##_w##consumers##_c##cluster##_s##stages##_##accumulate
+                   stages, split, sp24::accumulate>
+#define SP24_PROMOTED_NAME(operand, out, order, tile_n, consumers, cluster, stages, split, accumulate) \
+  SP24_JOIN(SP24_GEMM_NAME(operand, out, order, tile_n, consumers, cluster, stages, split), _##accumulate)
 #define SP24_PACK_NAME(operand) pack_##operand
 #define SP24_WIDENED_CONFIG(operand, out, order, tile_n, consumers, cluster, stages, split, scales) \
   sp24::GemmConfig<sp24::operand<sp24::WeightScales::scales>, sp24::out_##out, sp24::Order::order,   \

@@ -208,7 +208,10 @@ struct Store16 {
       const int t = threadIdx.x % 128, line = t / 8;
       const uint4 v = ptx::load_shared<uint4>(chunks + place(c, block) + line * 128 +
                                               ((t % 8) ^ (line & 7)) * 16);
-      if (16 * c < cols) store_line(at + 16 * c * args.ldd, v, rows, args.vector_store);
+      int64_t pitch = args.ldd;
+      // The loop over K leaves no registers for its multiples, which would be worked out ahead of all tiles.
+      if constexpr (Config::kScaledByTile) asm volatile("" : "+l"(pitch));
+      if (16 * c < cols) store_line(at + 16 * c * pitch, v, rows, args.vector_store);
     } else {
       uint32_t w[4];
 #pragma unroll

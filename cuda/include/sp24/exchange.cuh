@@ -1,7 +1,7 @@
 // The sum of a tile whose blocks along K are split over the CTAs of a cluster. Each part ends up with
-// its own share of the tile's columns: it sends every other part that one's columns of its sums,
-// through distributed shared memory, and adds what it receives to its own, in the order of the parts,
-// so that a tile has the same bits in every run.
+// its own share of the tile: of the columns, or where sums are promoted one of the two blocks of rows. It
+// sends every other part that one's share of its sums, through distributed shared memory, and adds what it
+// receives to its own, in the order of the parts, so that a tile has the same bits in every run.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -76,8 +76,8 @@ struct Exchange {
     return ptx::map_to_cta(address, p * Config::kCluster + m_rank);
   }
 
-  // `sums` become this part's columns of the whole tile. `more`: another tile follows.
-  __device__ __forceinline__ void operator()(const float (&acc)[Config::kTileN / 2],
+  // `sums` become this part's share of the whole tile. `more`: another tile follows.
+  __device__ __forceinline__ void operator()(const float (&acc)[kParts * kSums],
                                              typename Config::StoredSums& sums, bool counts,
                                              bool more) {
     // The first tile finds the barrier fresh: the phase before its first counts as complete.

@@ -61,7 +61,7 @@ struct RungConfig {
   static constexpr ladder::Store kStore = kStore_;
   static constexpr int kUnroll = kUnroll_;  // of the loop over K, at least what kWait needs
 
-  static constexpr bool kScaledInLoop = false;
+  static constexpr bool kScaledInLoop = false, kScaledByTile = false;
   static constexpr int kStoredN = kTileN;  // K is not split
   static constexpr int kStoredBlocks = 1;
   using StoredSums = float[kStoredN / 2];

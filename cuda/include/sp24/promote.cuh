@@ -11,12 +11,14 @@
 // So a thread holds half as many columns as with 64 rows of all of them, and reads half as many of their
 // scales, which is what a loop with scales spends most on: they come through the port of shared memory
 // that the wgmmas fill, and every thread needs its own copy of them.
+// Where all rows of the tile have one scale of A, spread.cuh does without most of that.
 #pragma once
 #include <cstddef>
 #include <cstdint>
 
 #include "sp24/args.cuh"
 #include "sp24/config.cuh"
+#include "sp24/exchange.cuh"
 #include "sp24/ptx/copy.cuh"
 #include "sp24/ptx/mbarrier.cuh"
 #include "sp24/ptx/warp.cuh"
@@ -114,7 +116,7 @@ struct PromotedSum {
 
  private:
   uint32_t reading = 0;          // the stage that Y has in flight
-  uint32_t columns0, rows0;      // where this lane's columns and rows have their scales
+  uint32_t columns0 = 0, rows0 = 0;  // where this lane's columns and rows have their scales
   // Those of its columns, for X's piece and then Y's, and of the rows of either.
   float column[kScaled ? kN / 4 : 1], row[2][2];
   Meta meta[2], flying;  // read last, of X and Y; of Y in flight
@@ -255,7 +257,7 @@ __device__ const float kNoScale = 1.0f;
 // proxy, and no other writes or reads the slots.
 template <class Config, bool kOfA>
 __device__ __forceinline__ void load_scales(const GemmArgs& args, uint32_t shared,
-                                            uint32_t m_rank) {
+                                            uint32_t m_rank, int part) {
   using Shared = typename Config::Shared;
   constexpr bool kBlock = kOfA && Config::Accumulate::kScales == LoopScales::block;
   constexpr int kCount = !kOfA ? Config::kTileN : kBlock ? Config::kRowBlocks : Config::kTileM;
@@ -276,6 +278,7 @@ __device__ __forceinline__ void load_scales(const GemmArgs& args, uint32_t share
   const uint32_t slots = shared + offsetof(Shared, loop_scales) + 4 * place;
   Ring<Config::kStages> ring;
   Schedule<Config> schedule(args);
+  const KShare<Config> share(args, part);
   ptx::wait_for_prerequisites();  // scales of B may be what the kernel before has made
   for (int m0, n0; schedule.next(m_rank, m0, n0);) {
     // Rows past the edge, of which nothing is stored, take the last one's scale.
@@ -284,7 +287,7 @@ __device__ __forceinline__ void load_scales(const GemmArgs& args, uint32_t share
     for (int i = 0; i < kEach; ++i)
       row[i] = min((kOfA ? m0 : n0) + (i * 32 + lane) * kApart, last) / rows * stride;
 #pragma unroll 1
-    for (int k = 0; k < args.k_blocks; ++k) {
+    for (int k = share.first; k < share.first + share.blocks; ++k) {
       ptx::mbarrier_wait(shared + offsetof(Shared, empty) + ring.stage * 8, ring.parity ^ 1);
 #pragma unroll
       for (int unit = 0; unit < kUnits; ++unit) {

@@ -60,12 +60,12 @@ struct StageReader {
     there = ptx::map_to_cta(empty, part * Config::kCluster + (arrives_there ? lane : m_rank));
     // Its own block of rows, or the first of those that all warpgroups share.
     const uint32_t a0 = shared + offsetof(Shared, a) +
-                        (Config::kPromoted ? 0 : warpgroup * Config::kStageBlocks * Config::kBlockBytes);
+                        (Config::kSideBySide ? 0 : warpgroup * Config::kStageBlocks * Config::kBlockBytes);
     meta0 = a0 + Config::Operand::kBlockValueBytes + (threadIdx.x % 128) * sizeof(Meta);
     desc_a0 = ptx::descriptor<2, 512>(a0);
     desc_b0 = ptx::descriptor<1, 1024>(
         shared + offsetof(Shared, b) +
-        (Config::kPromoted ? warpgroup * Config::kStoredN * kRowBytesB : 0));
+        (Config::kSideBySide ? warpgroup * Config::kStoredN * kRowBytesB : 0));
   }
 
   // Waits for the ring's stage. `first`: of a sum.

@@ -17,6 +17,14 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
 }
 
+// Matrix descriptor of a K-major operand without swizzle, of 8 x 16 bytes side by side: `Leading` is the
+// distance between these along K, `Stride` along the rows.
+template <int Leading, int Stride>
+__device__ __forceinline__ uint64_t descriptor_of_cores(uint32_t shared_addr) {
+  constexpr uint64_t fixed = (uint64_t{Stride >> 4} << 32) | (uint64_t{Leading >> 4} << 16);
+  return fixed | ((shared_addr & 0x3ffff) >> 4);
+}
+
 // Matrix descriptor of a K-major operand in the canonical swizzled layout (PTX ISA, "Matrix
 // descriptor"): layout 1 is the 128-byte swizzle, 2 the 64-byte one; `stride` is the distance in
 // bytes between groups of eight rows. The leading offset is not used by these layouts.
@@ -55,10 +63,14 @@ __device__ __forceinline__ uint64_t descriptor(uint32_t shared_addr) {
 #define SP24_R16_ACC(C) SP24_ACC8(C, 0), SP24_ACC8(C, 8)
 #define SP24_R32_REGS SP24_REGS_0 ", " SP24_REGS_1 ", " SP24_REGS_2 ", " SP24_REGS_3
 #define SP24_R32_ACC(C) SP24_ACC8(C, 0), SP24_ACC8(C, 8), SP24_ACC8(C, 16), SP24_ACC8(C, 24)
+#define SP24_R40_REGS SP24_R32_REGS ", " SP24_REGS_4
+#define SP24_R40_ACC(C) SP24_R32_ACC(C), SP24_ACC8(C, 32)
 #define SP24_R48_REGS SP24_R32_REGS ", " SP24_REGS_4 ", " SP24_REGS_5
 #define SP24_R48_ACC(C) SP24_R32_ACC(C), SP24_ACC8(C, 32), SP24_ACC8(C, 40)
 #define SP24_R64_REGS SP24_REGS_0 ", " SP24_REGS_1 ", " SP24_REGS_2 ", " SP24_REGS_3 ", " SP24_REGS_4 ", " SP24_REGS_5 ", " SP24_REGS_6 ", " SP24_REGS_7
 #define SP24_R64_ACC(C) SP24_ACC8(C, 0), SP24_ACC8(C, 8), SP24_ACC8(C, 16), SP24_ACC8(C, 24), SP24_ACC8(C, 32), SP24_ACC8(C, 40), SP24_ACC8(C, 48), SP24_ACC8(C, 56)
+#define SP24_R80_REGS SP24_R64_REGS ", " SP24_REGS_8 ", " SP24_REGS_9
+#define SP24_R80_ACC(C) SP24_R64_ACC(C), SP24_ACC8(C, 64), SP24_ACC8(C, 72)
 #define SP24_R96_REGS SP24_R64_REGS ", " SP24_REGS_8 ", " SP24_REGS_9 ", " SP24_REGS_10 ", " SP24_REGS_11
 #define SP24_R96_ACC(C) SP24_R64_ACC(C), SP24_ACC8(C, 64), SP24_ACC8(C, 72), SP24_ACC8(C, 80), SP24_ACC8(C, 88)
 #define SP24_R128_REGS SP24_REGS_0 ", " SP24_REGS_1 ", " SP24_REGS_2 ", " SP24_REGS_3 ", " SP24_REGS_4 ", " SP24_REGS_5 ", " SP24_REGS_6 ", " SP24_REGS_7 ", " SP24_REGS_8 ", " SP24_REGS_9 ", " SP24_REGS_10 ", " SP24_REGS_11 ", " SP24_REGS_12 ", " SP24_REGS_13 ", " SP24_REGS_14 ", " SP24_REGS_15
@@ -99,6 +111,7 @@ struct WgmmaSp;
   SP24_DEFINE_WGMMA_SP(OPERAND, 64, TYPES, TAIL, REG, C, 32, 32, 33, 34, 35, 36)     \
   SP24_DEFINE_WGMMA_SP(OPERAND, 96, TYPES, TAIL, REG, C, 48, 48, 49, 50, 51, 52)     \
   SP24_DEFINE_WGMMA_SP(OPERAND, 128, TYPES, TAIL, REG, C, 64, 64, 65, 66, 67, 68)    \
+  SP24_DEFINE_WGMMA_SP(OPERAND, 160, TYPES, TAIL, REG, C, 80, 80, 81, 82, 83, 84)    \
   SP24_DEFINE_WGMMA_SP(OPERAND, 192, TYPES, TAIL, REG, C, 96, 96, 97, 98, 99, 100)   \
   SP24_DEFINE_WGMMA_SP(OPERAND, 256, TYPES, TAIL, REG, C, 128, 128, 129, 130, 131, 132)
 
@@ -109,6 +122,26 @@ struct WgmmaSp;
   SP24_DEFINE_WGMMA_SP(OPERAND, 64, TYPES, TAIL, uint32_t, "+r", 16, 16, 17, 18, 19, 20)    \
   SP24_DEFINE_WGMMA_SP(OPERAND, 128, TYPES, TAIL, uint32_t, "+r", 32, 32, 33, 34, 35, 36)   \
   SP24_DEFINE_WGMMA_SP(OPERAND, 256, TYPES, TAIL, uint32_t, "+r", 64, 64, 65, 66, 67, 68)
+
+// d[64 x N] = a[64 x 8] * b[N x 8]^T of tf32, both dense, A in registers.
+template <int N>
+struct WgmmaTf32;
+
+#define SP24_DEFINE_WGMMA_TF32(N, R, A0, A1, A2, A3, B)                                              \
+  template <>                                                                                       \
+  struct WgmmaTf32<N> {                                                                             \
+    static __device__ __forceinline__ void issue(float (&d)[R], const uint32_t (&a)[4], uint64_t b) { \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.u64 p, %" #B ", %" #B ";\n"                           \
+                   "wgmma.mma_async.sync.aligned.m64n" #N "k8.f32.tf32.tf32 {" SP24_R##R##_REGS     \
+                   "}, {%" #A0 ", %" #A1 ", %" #A2 ", %" #A3 "}, %" #B ", p, 1, 1;\n}\n"            \
+                   : SP24_R##R##_ACC("+f")                                                          \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                           \
+    }                                                                                               \
+  };
+SP24_DEFINE_WGMMA_TF32(8, 4, 4, 5, 6, 7, 8)
+SP24_DEFINE_WGMMA_TF32(32, 16, 16, 17, 18, 19, 20)
+SP24_DEFINE_WGMMA_TF32(64, 32, 32, 33, 34, 35, 36)
+SP24_DEFINE_WGMMA_TF32(80, 40, 40, 41, 42, 43, 44)
 
 // The same with A in registers. The operands after R accumulators: A's four, then B, metadata,
 // `accumulate` and the selector.
