@@ -165,7 +165,7 @@ def written(ins: Instruction) -> set[int]:
     width = 1
     if re.search(r"\.128\b|\.M88\.4\b", ins.opcode):
         width = 4
-    elif re.search(r"\.64\b|\.WIDE\b", ins.opcode):
+    elif re.search(r"\.64\b|\.WIDE\b", ins.opcode) or ins.opcode == "CS2R":
         width = 2
     return {int(first[1]) + i for i in range(width)}
 

@@ -123,7 +123,7 @@ int main() {
   {                                                                                                  \
     using Config = SP24_PROMOTED_CONFIG(operand, out, order, tile_n, consumers, cluster, stages,     \
                                         split, accumulate);                                          \
-    const char* const scales[] = {"none", "tile", "block", "row"};                                           \
+    const char* const scales[] = {"none", "tile", "block", "row"};                                   \
     gemm<Config>(SP24_STRING(SP24_PROMOTED_NAME(operand, out, order, tile_n, consumers, cluster,     \
                                                 stages, split, accumulate)),                         \
                  #operand, #out, #order, scales[static_cast<int>(Config::Accumulate::kScales)]);     \

@@ -289,6 +289,8 @@ def test_fragments_of_a_written_while_their_wgmma_runs_are_found(check: ModuleTy
         load = f"LDSM.16.M88.4 {address}, [R5]"
         assert len(listing(check, gmma, load, *tail)) == fault, address
         assert not listing(check, load, gmma, *tail)
+    for clear, fault in (("CS2R R150", 0), ("CS2R.32 R151", 0), ("CS2R R151", 1)):
+        assert len(listing(check, gmma, f"{clear}, SRZ", *tail)) == fault, clear
 
 
 def test_a_dense_wgmma_reads_its_fragments_alone(check: ModuleType) -> None:

@@ -1,7 +1,7 @@
 // The sum of a tile whose blocks along K are split over the CTAs of a cluster. Each part ends up with
-// its own share of the tile: of the columns, or where sums are promoted one of the two blocks of rows. It
-// sends every other part that one's share of its sums, through distributed shared memory, and adds what it
-// receives to its own, in the order of the parts, so that a tile has the same bits in every run.
+// its own share of the tile: of the columns, or where warpgroups lie side by side one of the two blocks of
+// rows. It sends every other part that one's share of its sums, through distributed shared memory, and adds
+// what it receives to its own, in the order of the parts, so that a tile has the same bits in every run.
 #pragma once
 #include <cstddef>
 #include <cstdint>

@@ -44,6 +44,7 @@ struct SpreadSum {
   using Spread = ptx::WgmmaTf32<kN / 2>;
   static_assert(kN % 16 == 0, "either half of the columns is what wgmma multiplies");
   static_assert(Operand::kSelector1 == 0, "the selector of both steps is taken to be 0");
+  static_assert(Config::kStages > 1, "either warp that brings scales has a stage");
 
   float sum[kSums];
 
@@ -130,7 +131,8 @@ struct SpreadSum {
 };
 
 // Four numbers of which tf32 takes the first eleven bits each: the first three of these add up to `s`, which has
-// 24, and the last does not count. What is not finite becomes the largest that is: every row of the wgmma meets
+// 24 (from 2^-113 on: below, what is left of the last lies under the least of tf32), and the fourth does not
+// count. What is not finite becomes the largest that is: every row of the wgmma meets
 // the terms of a column of either half, and 0 times infinity is a NaN in the other half's too.
 __device__ __forceinline__ uint4 three_terms(float s) {
   constexpr float kMost = 3.40282347e38f;
