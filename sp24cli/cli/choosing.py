@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -63,7 +62,8 @@ def calibration_options(command: _Command) -> _Command:
             "--block-size",
             type=click.IntRange(min=1),
             metavar="COLUMNS",
-            help=f"For sparsegpt: columns that are worked on at once (default: {BLOCK_SIZE}).",
+            help="For sparsegpt: columns that are worked on at once, a multiple of the pattern's M "
+            f"(default: {BLOCK_SIZE}).",
         ),
         click.option(
             "--damping",
@@ -82,6 +82,10 @@ def calibration_options(command: _Command) -> _Command:
     ):
         command = option(command)
     return command
+
+
+#: With more the Hessian is lost in it to the last bit of float64.
+_MOST_DAMPING = 1e16
 
 
 def make_choice(
@@ -113,8 +117,8 @@ def make_choice(
         if given is not None and method != "sparsegpt":
             raise click.UsageError(f"{option} goes with --method sparsegpt only")
     damping = DAMPING if damping is None else damping
-    if not (math.isfinite(damping) and damping >= 0):
-        raise click.UsageError(f"--damping {damping} is not a share, 0 or more")
+    if not 0 <= damping <= _MOST_DAMPING:
+        raise click.UsageError(f"--damping {damping:g} is not a share from 0 to {_MOST_DAMPING:g}")
     block_size = _default_block(wanted) if block_size is None else block_size
     if block_size % wanted.group:
         raise click.UsageError(f"--block-size {block_size} is not a multiple of {wanted.group}")

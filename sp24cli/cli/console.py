@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import sys
@@ -11,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from tqdm import tqdm
+
+from sp24cli.errors import Sp24Error
 
 if TYPE_CHECKING:
     # The group imports this module for every command: nothing heavy may hang on it.
@@ -36,12 +39,21 @@ def error(message: str) -> None:
 
 
 def out(message: str = "") -> None:
-    click.echo(message)
+    """A line of the result; `Sp24Error` where it cannot be written.
+
+    But that a pipe's reader has left: that is click's to end without a word.
+    """
+    try:
+        click.echo(message)
+    except OSError as fault:
+        if fault.errno == errno.EPIPE:
+            raise
+        raise Sp24Error(f"standard output: {fault.strerror}") from fault
 
 
 def out_json(document: Any) -> None:
     """One JSON document, ASCII only, so that every terminal and pipe can carry it."""
-    click.echo(json.dumps(document, indent=2, allow_nan=False, default=str))
+    out(json.dumps(document, indent=2, allow_nan=False, default=str))
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> None:

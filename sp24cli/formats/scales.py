@@ -33,6 +33,8 @@ FP8_DTYPES = ("F8_E4M3", "F8_E5M2")
 SCALE_DTYPES = ("F32", "BF16", "F16", "F64", "F8_E8M0")
 #: The block where only the number of scales is known: that of DeepSeek and its followers.
 _USUAL_SIDE = 128
+#: Scales of this name are by blocks of the size that the config gives, if it gives one.
+_BLOCK_SUFFIX = "_scale_inv"
 #: Columns of a tile of `dequantize`.
 _TILE_COLUMNS = 1 << 14
 
@@ -63,7 +65,7 @@ class WeightScale:
             value = float(wide[tuple(place)])
             raise BadInputError(
                 f"{_where(self.file, self.entry)}: scale {value} at {place} "
-                "is not finite and positive"
+                "is negative or not finite"
             )
         if wide is stored:
             wide = stored.copy()
@@ -237,6 +239,13 @@ def _block(
         said = origins(file).get(name)
         usual = said.scale.block if said is not None else None
         usual = usual or _block_of_config(Path(file.path))
+        if usual and scale.name.endswith(_BLOCK_SUFFIX):
+            needed = [-(-length // side) for length, side in zip(shape, usual, strict=True)]
+            if list(counts) != needed:
+                raise BadInputError(
+                    f"{_where(file, scale)}: shape {list(scale.shape)}, but a weight {list(shape)} "
+                    f"in blocks of {usual[0]}x{usual[1]}, as it is said to be, has {needed}"
+                )
         sides = [_side(shape[i], counts[i], usual[i] if usual else None) for i in (0, 1)]
         if sides[0] is not None and sides[1] is not None:
             return sides[0], sides[1]

@@ -535,8 +535,12 @@ def _check_room(output: Path, needed: int) -> None:
 
 
 def _make_folder(output: Path) -> None:
+    """`Sp24Error` if it cannot be made, or another run has just made it."""
     try:
         output.mkdir()
+    except FileExistsError:
+        with _lock(output):
+            raise Sp24Error(f"{label(output)}: appeared while this run began") from None
     except OSError as error:
         raise Sp24Error(f"{label(output)}: cannot be made: {error.strerror}") from error
 

@@ -114,21 +114,26 @@ def inverse_factor(
 ) -> tuple[Triangle, Array]:
     """(U [K, K] with H⁻¹ = Uᵀ U, dead [K]) of ``hessian`` [K, K] after damping, float64.
 
-    U is upper triangular; what lies below its diagonal is not defined. ``dead`` marks the
-    channels with no input at all, which count as independent ones. U takes 4 K² bytes: of
-    memory, or from `MEMORY_LIMIT` on of a file in ``folder`` (None: where temporary files go)
+    U is upper triangular; what lies below its diagonal is not defined. ``dead`` marks the channels
+    with no input at all, which count as independent ones of the others' mean. U takes 4 K² bytes:
+    of memory, or from `MEMORY_LIMIT` on of a file in ``folder`` (None: where temporary files go)
     and a row of tiles of memory. Its values depend neither on that nor on ``workers``. The caller
     closes it.
 
     Raises:
-        BadInputError: the damped Hessian is not positive definite.
+        BadInputError: the damped Hessian is not positive definite, or not finite.
         Sp24Error: the file cannot be made, written or read.
     """
     k = hessian.shape[0]
     diagonal = hessian_diagonal(hessian).astype(np.float64)
     dead: Array = diagonal == 0
-    diagonal[dead] = 1
-    diagonal += damping * diagonal.mean()
+    # Of the others, so that a factor of the Hessian is one of all of the diagonal.
+    with np.errstate(over="ignore"):
+        mean = diagonal[~dead].mean() if not dead.all() else 1.0
+        diagonal[dead] = mean
+        diagonal += damping * mean
+    if not np.isfinite(diagonal).all():
+        raise BadInputError(f"Hessian is not finite with damping {damping:g}; use a smaller one")
     in_file = scratch_bytes(k) > 0
     factor = Triangle(k, _TILE, (folder or Path(tempfile.gettempdir())) if in_file else None)
     try:

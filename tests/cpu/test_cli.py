@@ -806,3 +806,15 @@ def test_an_output_cannot_be_where_the_report_is_printed(
         command = [*SP24, "prune", str(folder / model.name), "-o", str(printed), *force]
         assert subprocess.run(command, env=ENVIRONMENT, stdout=file).returncode == 1
     assert printed.read_text() == ""
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is always full")
+def test_a_standard_output_that_is_full_is_named(tmp_path: Path) -> None:
+    source = save(tmp_path / "in", {"a.weight": normal(1, (8, 16))})
+    command = [sys.executable, "-m", "sp24cli", "prune", source, "-o", tmp_path / "out"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1
+    message = done.stderr.strip().splitlines()
+    assert message[0] == "sp24: error: standard output: No space left on device"
+    assert (tmp_path / "out").exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import ml_dtypes
@@ -119,6 +120,28 @@ def test_ragged_blocks_of_128_need_no_config(tmp_path: Path) -> None:
         assert np.array_equal(file.array(NAME), want)
 
 
+@pytest.mark.parametrize(
+    ("counts", "side", "needed"),
+    [((1, 2), 128, (2, 2)), ((2, 2), 64, (3, 4)), ((1, 1), 128, (2, 2)), ((160, 1), 128, (2, 2))],
+)
+def test_blocks_of_another_size_than_the_config_gives_are_refused(
+    tmp_path: Path, counts: tuple[int, int], side: int, needed: tuple[int, int]
+) -> None:
+    """Of one scale too few, what would be taken is another block."""
+    weight, config = codes(1, (160, 256)), {"weight_block_size": [side, side]}
+    source = save(tmp_path / "in", {NAME: weight, f"{NAME}_scale_inv": a_scale(2, counts)})
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
+    message = (
+        rf"tensor 'm.a.weight_scale_inv': shape {list(counts)}, but a weight [160, 256] in blocks "
+        rf"of {side}x{side}, as it is said to be, has {list(needed)}"
+    )
+    with (
+        pytest.raises(BadInputError, match=re.escape(message)),
+        open_dense(source, Selection(), "F32"),
+    ):
+        pass
+
+
 def test_a_weight_wider_than_a_tile_is_right(tmp_path: Path) -> None:
     weight, scale = codes(1, (40, 16640)), a_scale(2, (2, 130))
     source = save(tmp_path / "in", {NAME: weight, f"{NAME}_scale_inv": scale})
@@ -181,7 +204,7 @@ def test_a_block_size_is_never_a_mere_guess(
             r"tensor 'm.a.weight_scale': scale nan at \[2, 0\]",
         ),
         ({"m.a.weight_scale": np.array([np.inf], np.float32)}, r"scale inf at \[0\]"),
-        ({"m.a.weight_scale": np.array([-1], np.float32)}, r"scale -1.0 at \[0\]"),
+        ({"m.a.weight_scale": np.array([-1], np.float32)}, r"scale -1.0 at \[0\] is negative"),
     ],
 )
 def test_what_is_wrong_with_a_scale_is_said(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -32,6 +33,7 @@ from sp24cli.ops import (
     quantize_file,
     unpack_checkpoint,
 )
+from sp24cli.ops import shards as writing
 from sp24cli.ops.journal import Journal, fingerprint, rebuild
 from sp24cli.ops.prune import PruneReport
 from sp24cli.ops.quantize import QuantizeReport
@@ -889,6 +891,28 @@ def test_two_runs_do_not_write_one_folder(
     monkeypatch.setattr(os, "replace", meddle)
     prune_checkpoint(model, output)
     assert len(refused) == 1
+
+
+@pytest.mark.parametrize("other_runs", [True, False])
+def test_a_folder_that_appears_while_a_run_begins_is_another_ones(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other_runs: bool
+) -> None:
+    output = tmp_path / "out"
+    real = Path.mkdir
+    held = contextlib.ExitStack()
+
+    def meddle(self: Path, *rest: Any, **more: Any) -> None:
+        if self == output:
+            real(self)
+            if other_runs:
+                held.enter_context(writing._lock(output))
+        real(self, *rest, **more)
+
+    monkeypatch.setattr(Path, "mkdir", meddle)
+    message = "another run is writing here" if other_runs else "appeared while this run began"
+    with held, pytest.raises(Sp24Error, match=f"out: {message}$"):
+        prune_checkpoint(model, output)
+    assert not list(output.iterdir())
 
 
 # --- the journal -----------------------------------------------------------------------------

@@ -34,8 +34,9 @@ def naive_sparsegpt(dense: Array, hessian: Array, kept: int, group: int, damping
     k = len(hessian)
     damped = np.array(hessian, np.float64)
     dead = damped.diagonal() == 0
-    damped[dead, dead] = 1
-    damped += damping * damped.diagonal().mean() * np.eye(k)
+    mean = damped.diagonal()[~dead].mean()
+    damped[dead, dead] = mean
+    damped += damping * mean * np.eye(k)
     inverses = [np.linalg.inv(damped[i:, i:]) for i in range(k)]
     out = np.array(dense, np.float64)
     out[:, dead] = 0
@@ -133,6 +134,20 @@ def test_the_outputs_lose_less_than_by_magnitude(dtype: str) -> None:
     assert loss(calibrated) < 0.6 * loss(prune_24(dense))
 
 
+@pytest.mark.parametrize("power", [-1000, -20, 10, 900])
+def test_a_factor_of_the_hessian_changes_nothing(power: int) -> None:
+    dense, x = normal(1, (16, 64)), inputs(2, 64)
+    x[[3, 40]] = 0
+    want = prune_sparsegpt(dense, *inverse_factor(x @ x.T))
+    again = prune_sparsegpt(dense, *inverse_factor(np.ldexp(x @ x.T, power)))
+    assert again.tobytes() == want.tobytes()
+
+
+def test_channels_without_any_input_are_all_pruned() -> None:
+    factor, dead = inverse_factor(np.zeros((8, 8)))
+    assert dead.all() and not prune_sparsegpt(normal(1, (4, 8)), factor, dead).any()
+
+
 def test_with_independent_inputs_nothing_is_updated() -> None:
     """A diagonal Hessian leaves nothing to make up with: what stays is wanda's choice."""
     dense = normal(1, (16, 32))
@@ -191,6 +206,8 @@ def test_a_hessian_that_needs_more_damping(monkeypatch: pytest.MonkeyPatch) -> N
         with pytest.raises(BadInputError, match=r"not positive definite with damping 0\.01"):
             inverse_factor(hessian, 0.01)
         inverse_factor(hessian, 2.0)[0].close()
+    with pytest.raises(BadInputError, match=r"not finite with damping 1e\+16; use a smaller one"):
+        inverse_factor(np.ldexp(hessian, 1000), 1e16)
 
 
 def test_blocks_are_whole_groups() -> None:
