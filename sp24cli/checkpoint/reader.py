@@ -19,11 +19,11 @@ class SafetensorsFile(Closing):
     """An open safetensors file.
 
     Arrays are views of the map: they cost no memory beyond the pages touched, which
-    `drop_cache` gives back, and they stay valid after `close`. The file must not shrink
-    meanwhile.
+    `drop_cache` gives back, and they stay valid after `close`. Should the file shrink
+    meanwhile, the next array asked for is an error; one that is in use would end the process.
 
     Raises:
-        BadInputError: the file cannot be read or its header is malformed.
+        BadInputError: the file cannot be read, its header is malformed, or it shrank since.
     """
 
     def __init__(self, path: PathLike) -> None:
@@ -79,6 +79,7 @@ class SafetensorsFile(Closing):
     def raw(self, name: str) -> memoryview:
         """The bytes of a tensor of any dtype, read-only, not copied."""
         entry = self.entry(name)
+        self._check_size()
         return memoryview(self._mapped())[entry.begin : entry.end]
 
     def array(self, name: str, rows: slice | None = None) -> npt.NDArray[Any]:
@@ -97,6 +98,7 @@ class SafetensorsFile(Closing):
             raise BadInputError(f"{where}: {entry.dtype} can only be read as raw bytes")
         if rows is not None and not entry.shape:
             raise BadInputError(f"{where}: is 0-D and has no rows")
+        self._check_size()
         count = entry.nbytes // dtype.itemsize
         array = np.frombuffer(self._mapped(), dtype, count, entry.begin).reshape(entry.shape)
         if rows is not None:
@@ -123,6 +125,10 @@ class SafetensorsFile(Closing):
         begin -= begin % mmap.PAGESIZE
         if end > begin and hasattr(mmap, "MADV_DONTNEED"):
             self._mapped().madvise(mmap.MADV_DONTNEED, begin, end - begin)
+
+    def _check_size(self) -> None:
+        if self._mapped().size() < self.header.file_bytes:
+            raise BadInputError(f"{self._where}: shrank while it was read")
 
     def _mapped(self) -> mmap.mmap:
         if self._map is None:

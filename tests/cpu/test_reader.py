@@ -252,3 +252,15 @@ def test_dropped_pages_read_the_same(tmp_path: Path) -> None:
             file.drop_cache("x", rows)
             assert array.tobytes() == raw
             assert file.raw("y") == b"yy"
+
+
+def test_a_file_that_shrinks_is_an_error_and_not_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "f.safetensors"
+    save_file({"a": np.ones((64, 1024), np.float32), "b": np.ones(4, np.float32)}, path)
+    with SafetensorsFile(path) as file:
+        assert file.array("a", slice(0, 1)).all()
+        with open(path, "r+b") as other:
+            other.truncate(path.stat().st_size // 2)
+        for read in (lambda: file.array("a", slice(63, 64)), lambda: file.raw("b")):
+            with pytest.raises(BadInputError, match=r"f\.safetensors: shrank while it was read"):
+                read()
