@@ -83,13 +83,13 @@ class StreamingWriter:
         path: the output. A symbolic link is followed.
         entries: name, safetensors dtype and shape of every tensor.
         metadata: the file's ``__metadata__``; empty for none.
-        forbid: the inputs, which the output must not be.
+        forbid: the inputs, which the output must not be, and which must not change meanwhile.
         overwrite: replace an existing output.
         scratch_bytes: what else the disk must have room for meanwhile.
 
     Raises:
-        Sp24Error: the output may not or cannot be written, the disk has too little room, or a
-            tensor got data that do not fit it.
+        Sp24Error: the output may not or cannot be written, the disk has too little room, a
+            tensor got data that do not fit it, or an input was written to.
         BadInputError: entries or metadata that no file can hold.
     """
 
@@ -106,6 +106,7 @@ class StreamingWriter:
         self.path = path
         self._where = label(path)
         self._forbid = tuple(forbid)
+        self._states = [_state(source) for source in self._forbid]
         self._overwrite = overwrite
         specs = header.file_order(entries)
         self._prefix = header.build(specs, metadata, self._where)
@@ -211,6 +212,11 @@ class StreamingWriter:
             self._flush.result()
         os.fsync(self._file.fileno())
         self._file.close()
+        for source, before in zip(self._forbid, self._states, strict=True):
+            after = _state(source)
+            # Another file in its place does no harm: what was opened is still there.
+            if before and after and before[0] == after[0] and before != after:
+                raise Sp24Error(f"{label(source)}: was written to while it was read")
         # Hours may have passed: an output that has appeared since is not replaced either.
         self._check_output()
         os.replace(self._temp, self._target)
@@ -281,6 +287,15 @@ class StreamingWriter:
             raise Sp24Error(
                 f"{self._where}: needs {needed} bytes, but {label(self._folder)} has {free} free"
             )
+
+
+def _state(path: PathLike) -> tuple[tuple[int, int], int, int] | None:
+    """Which file it is, its size, and when it was written to; None if it is not there."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return (found.st_dev, found.st_ino), found.st_size, found.st_mtime_ns
 
 
 def _sync_folder(folder: str) -> None:

@@ -435,6 +435,35 @@ def test_what_a_killed_process_left_goes_with_the_next_output_of_that_name(tmp_p
     assert listing(tmp_path) == ["one", "two"]
 
 
+@pytest.mark.parametrize("change", ["bytes", "growth", "replaced", "gone", "read"])
+def test_an_input_that_is_written_to_meanwhile_is_an_error(tmp_path: Path, change: str) -> None:
+    source, output = tmp_path / "in", tmp_path / "out"
+    save(source)
+
+    def steps(out: StreamingWriter) -> None:
+        out.write("x", X)
+        if change in ("bytes", "growth"):
+            with open(source, "r+b") as other:
+                other.seek(-1 if change == "bytes" else 0, os.SEEK_END)
+                other.write(b"x")
+            os.utime(source, ns=(0, 1))  # the clock of the file system may be too coarse
+        elif change == "replaced":
+            save(tmp_path / "new")
+            os.replace(tmp_path / "new", source)
+        elif change == "gone":
+            source.unlink()
+        else:
+            assert source.read_bytes()
+
+    if change in ("bytes", "growth"):
+        with pytest.raises(Sp24Error, match="in: was written to while it was read"):
+            save_by(output, steps, forbid=[source])
+        assert listing(tmp_path) == ["in"]
+    else:
+        save_by(output, steps, forbid=[source])
+        assert output.exists()
+
+
 def test_input_swapped_in_meanwhile_is_not_replaced(tmp_path: Path) -> None:
     source, output = tmp_path / "in", tmp_path / "out"
     save(source)
