@@ -215,7 +215,7 @@ class StreamingWriter:
         for source, before in zip(self._forbid, self._states, strict=True):
             after = _state(source)
             # Another file in its place does no harm: what was opened is still there.
-            if before and after and before[0] == after[0] and before != after:
+            if before and after and before[:2] == after[:2] and before != after:
                 raise Sp24Error(f"{label(source)}: was written to while it was read")
         # Hours may have passed: an output that has appeared since is not replaced either.
         self._check_output()
@@ -289,13 +289,19 @@ class StreamingWriter:
             )
 
 
-def _state(path: PathLike) -> tuple[tuple[int, int], int, int] | None:
-    """Which file it is, its size, and when it was written to; None if it is not there."""
+def identity(path: PathLike) -> list[int]:
+    """What changes whenever the content of a file does: the change time cannot be set."""
+    found = os.stat(path)
+    return [found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns]
+
+
+def _state(path: PathLike) -> list[int] | None:
+    """The `identity` of a file without its change time, which a new link to it changes as well;
+    None if it is not there."""
     try:
-        found = os.stat(path)
+        return identity(path)[:-1]
     except OSError:
         return None
-    return (found.st_dev, found.st_ino), found.st_size, found.st_mtime_ns
 
 
 def _sync_folder(folder: str) -> None:

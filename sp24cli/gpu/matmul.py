@@ -416,7 +416,8 @@ def matmul(
         scale: f32, one for all of x, one a row of it, or [N, ceil(K / scale_k)]: one a row and
             ``scale_k`` columns, a multiple of 64 (not for a permuted weight, in whose order columns
             of one scale lie apart). The latter in any strides: read fastest where the scales of
-            neighbouring rows lie side by side (column-major).
+            neighbouring rows lie side by side (column-major). Of one that is not finite the
+            products are undefined, for its row of x alone.
         bias: f32 [M].
         accumulate: "fast"; "precise": sums of e4m3 by e4m3 are promoted to float32 every 256 of K;
             or "f16", of f16 alone: they are kept in f16. Sums with scales that change along K are

@@ -23,16 +23,10 @@ import numpy as np
 
 from sp24cli import __version__
 from sp24cli.checkpoint.folder import JOURNAL_NAME
-from sp24cli.checkpoint.writer import TEMP_PREFIX, TEMP_SUFFIX
+from sp24cli.checkpoint.writer import TEMP_PREFIX, TEMP_SUFFIX, identity
 
 _VERSION = 1
 _COPY_BYTES = 1 << 24
-
-
-def identity(path: Path) -> list[int]:
-    """What changes whenever the content of a file does: the change time cannot be set."""
-    found = path.stat()
-    return [found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns]
 
 
 def fingerprint(operation: str, options: Mapping[str, Any], inputs: list[Path]) -> str:

@@ -74,7 +74,8 @@ struct GemmConfig {
   static constexpr int kThreads = (kConsumers + 1) * 128;          // the last warpgroup produces
   // Registers a thread once the roles are known: what the launch gave an SM's threads, shared out again.
   static constexpr int kProducerRegisters = kScaledByTile ? 56 : 40;
-  static constexpr int kConsumerRegisters = kScaledByTile ? 224 : kConsumers == 2 ? 232 : kConsumers == 3 ? 152 : 104;
+  static constexpr int kConsumerRegisters =
+      kScaledByTile ? 224 : kConsumers == 2 ? 232 : kConsumers == 3 ? 152 : 104;
   static constexpr int kBlockBytes =
       Operand::kBlockValueBytes + Operand::kMetaBytes + Operand::kBlockScaleBytes;
   // Columns of a tile that one warpgroup stores: those of its part of K, or those that it sums beside others.

@@ -144,7 +144,7 @@ struct Exchange<Config, false> {
   __device__ __forceinline__ Exchange(uint32_t, uint32_t, int, int) {}
 };
 
-// Stores a warpgroup's rows of a tile, or of one that is split its columns of them. `counts` and `more` as
+// Stores a warpgroup's rows of a tile, or of one that is split its share of them. `counts` and `more` as
 // the exchange takes them.
 template <class Config>
 __device__ __forceinline__ void finish_tile(const typename Config::Accumulators& acc,

@@ -116,7 +116,7 @@ struct PromotedSum {
 
  private:
   uint32_t reading = 0;          // the stage that Y has in flight
-  uint32_t columns0 = 0, rows0 = 0;  // where this lane's columns and rows have their scales
+  uint32_t columns0, rows0;      // where this lane's columns and rows have their scales
   // Those of its columns, for X's piece and then Y's, and of the rows of either.
   float column[kScaled ? kN / 4 : 1], row[2][2];
   Meta meta[2], flying;  // read last, of X and Y; of Y in flight
@@ -156,7 +156,7 @@ struct PromotedSum {
         add(1);
       } else if constexpr (!First) {
         ptx::wgmma_wait<1>();
-        keep(flying);
+        Stages::keep(flying);
         if (begins) add(1);
       }
       issue(stages, 1, unit, ring.stage, own[1], kUnits == 2 || begins);
@@ -169,7 +169,7 @@ struct PromotedSum {
           read_meta(stages, next.stage);
         }
       ptx::wgmma_wait<1>();
-      keep(own[0]);
+      Stages::keep(own[0]);
       if (kUnits == 2 || ends) add(0);
     }
     flying = own[1];
@@ -179,15 +179,11 @@ struct PromotedSum {
   __device__ __forceinline__ void read_meta(const Stages& stages, uint32_t stage) {
     meta[0] = stages.meta(stage, 0), meta[1] = stages.meta(stage, 1);
   }
-  // A word that the tensor core may read until here: not to be given another's register before.
-  static __device__ __forceinline__ void keep(const Meta& meta) {
-    asm volatile("" ::"r"(meta.x), "r"(meta.y));
-  }
 
   // Waits for all and adds Y's piece, and X's where it has not ended yet.
   __device__ __forceinline__ void drain(const Stages& stages, bool x_too) {
     ptx::wgmma_wait<0>();
-    keep(flying);
+    Stages::keep(flying);
     if (x_too) add(0);
     add(1);
     stages.release_last(reading);

@@ -82,6 +82,10 @@ struct StageReader {
   __device__ __forceinline__ Meta meta(uint32_t stage, int block = 0) const {
     return ptx::load_shared<Meta>(meta0 + stage * kStageA + block * Config::kBlockBytes);
   }
+  // Of an 8-bit type: words that the tensor core may read until here, not to be given others' registers before.
+  static __device__ __forceinline__ void keep(const Meta& meta) {
+    asm volatile("" ::"r"(meta.x), "r"(meta.y));
+  }
   // Descriptors of a block's first step. The second lies 32 bytes further in a row of A and 64 bytes
   // further in a row of B: inside the swizzle span, where the hardware swizzles the sum.
   __device__ __forceinline__ uint64_t desc_a(uint32_t stage, int block = 0) const {

@@ -61,10 +61,10 @@ struct SpreadSum {
   //
   // Order, of one warpgroup. A stage's wgmmas are waited for before their accumulators and scales are read,
   // and these are read before the next stage's are started, which the fence orders. A stage is released after
-  // that wait, and its metadata, read before its wgmmas started, are in registers: so `produce_a`'s conditions
-  // hold, and those of `load_tile_scales`. The tensor core reads the metadata registers until its wgmmas are
-  // done: `keep`, behind the wait, is there so that no other word gets them; check.py proves that on the
-  // machine code.
+  // that wait, when the next one's have started, and its metadata, read before its own, are in registers: so
+  // `produce_a`'s conditions hold, and those of `load_tile_scales`. The tensor core reads the metadata
+  // registers until its wgmmas are done: `keep`, behind the wait, is there so that no other word gets them;
+  // check.py proves that on the machine code.
   __device__ __forceinline__ void run(int k_blocks, const Stages& stages, Position& ring) {
 #pragma unroll
     for (int i = 0; i < kSums; ++i) sum[i] = 0.0f;
@@ -111,7 +111,7 @@ struct SpreadSum {
       next = stages.meta(ring.stage);
     }
     ptx::wgmma_wait<0>();
-    asm volatile("" ::"r"(own.x), "r"(own.y));  // keep
+    Stages::keep(own);
     if constexpr (kLast) {
       stages.release_last(now);
     } else {
@@ -132,8 +132,8 @@ struct SpreadSum {
 
 // Four numbers of which tf32 takes the first eleven bits each: the first three of these add up to `s`, which has
 // 24 (from 2^-113 on: below, what is left of the last lies under the least of tf32), and the fourth does not
-// count. What is not finite becomes the largest that is: every row of the wgmma meets
-// the terms of a column of either half, and 0 times infinity is a NaN in the other half's too.
+// count. What is not finite becomes the largest that is: every row of the wgmma meets the terms of a column of
+// either half, and 0 times infinity is a NaN in the other half's too.
 __device__ __forceinline__ uint4 three_terms(float s) {
   constexpr float kMost = 3.40282347e38f;
   s = fmaxf(fminf(s, kMost), -kMost);

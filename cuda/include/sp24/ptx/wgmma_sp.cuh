@@ -143,7 +143,7 @@ SP24_DEFINE_WGMMA_TF32(32, 16, 16, 17, 18, 19, 20)
 SP24_DEFINE_WGMMA_TF32(64, 32, 32, 33, 34, 35, 36)
 SP24_DEFINE_WGMMA_TF32(80, 40, 40, 41, 42, 43, 44)
 
-// The same with A in registers. The operands after R accumulators: A's four, then B, metadata,
+// WgmmaSp with A in registers. The operands after R accumulators: A's four, then B, metadata,
 // `accumulate` and the selector.
 template <class Operand, int N>
 struct WgmmaSpRegisters;
