@@ -26,11 +26,14 @@ FLAGS = [
     "-std=c++17",
     "-O3",
     "-gencode=arch=compute_90a,code=sm_90a",
-    "--compress-mode=size",  # a ninth of the bytes; drivers from R550 on read it
     f"-I{ROOT / 'include'}",
     f"-I{ROOT}",
 ]
+#: A ninth of the bytes; drivers from R550 on read it.
+FATBINARY = ["-64", "--compress-mode=size"]
 sys.path.insert(0, str(ROOT.parent))
+
+from cubin import launch_registers, with_registers  # noqa: E402
 
 from sp24cli.kernels.manifest import source_files, source_hash  # noqa: E402
 
@@ -53,6 +56,23 @@ def resources(ptxas_log: str) -> dict[str, dict[str, int]]:
     return found
 
 
+def compile_family(source: Path, flags: list[str], entries: list[dict], output: Path) -> str:  # type: ignore[type-arg]
+    """Compiles a file into a fatbin; what ptxas said. ``entries`` are those of its kernels in the
+    manifest and get what ptxas says of them."""
+    cubin = output.with_suffix(".cubin")
+    log = run("nvcc", *flags, "-Xptxas", "-v,--warn-on-spills", "-cubin", source, "-o", cubin)
+    used = resources(log)
+    fewer = {}
+    for entry in entries:
+        entry.update(used[entry["name"]])
+        launched = launch_registers(entry["registers"], entry["threads"])
+        if launched != entry["registers"]:
+            entry["registers"] = fewer[entry["name"]] = launched
+    cubin.write_bytes(with_registers(cubin.read_bytes(), fewer))
+    run("fatbinary", *FATBINARY, f"--create={output}", f"--image3=kind=elf,sm=90a,file={cubin}")
+    return log
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
@@ -62,31 +82,24 @@ def main() -> None:
     jobs, output = options.jobs, options.output
     flags = [*FLAGS, "-DSP24_RACECHECK"] if options.racecheck else FLAGS
     output.mkdir(parents=True, exist_ok=True)
-    nvcc = shutil.which("nvcc") or sys.exit("make kernels needs nvcc (CUDA 13) on the PATH")
+    if not (shutil.which("nvcc") and shutil.which("fatbinary")):
+        sys.exit("make kernels needs nvcc and fatbinary (CUDA 13) on the PATH")
     with tempfile.TemporaryDirectory() as scratch:
         sources = sorted(s for s in ROOT.glob("*.cu") if s.name != "manifest.cu")
         fatbins = [Path(scratch) / f"{s.stem}.fatbin" for s in sources]
+        program = Path(scratch) / "manifest"
+        run("nvcc", *FLAGS, ROOT / "manifest.cu", "-o", program)
+        manifest = json.loads(run(program))
+        families = [[k for k in manifest["kernels"] if k["fatbin"] == s.stem] for s in sources]
         with ThreadPoolExecutor(jobs) as pool:
             logs = list(
-                pool.map(
-                    lambda s, out: run(
-                        nvcc, *flags, "-Xptxas", "-v,--warn-on-spills", "-fatbin", s, "-o", out
-                    ),
-                    sources,
-                    fatbins,
-                )
+                pool.map(compile_family, sources, [flags] * len(sources), families, fatbins)
             )
         # ptxas then waits after every wgmma: right, and a fraction of the speed.
         serialized = re.findall(r"wgmma\S* instructions are serialized.*", "".join(logs))
         if serialized:
             sys.exit("\n".join(serialized))
-        program = Path(scratch) / "manifest"
-        run(nvcc, *FLAGS, ROOT / "manifest.cu", "-o", program)
-        manifest = json.loads(run(program))
-        used = resources("".join(logs))
-        for kernel in manifest["kernels"]:
-            kernel.update(used[kernel["name"]])
-        release = re.search(r"release [\d.]+, V([\d.]+)", run(nvcc, "--version"))
+        release = re.search(r"release [\d.]+, V([\d.]+)", run("nvcc", "--version"))
         manifest["nvcc"] = release.group(1) if release else "unknown"
         manifest["sources"] = source_hash(source_files(ROOT))
         manifest["fatbins"] = {f.stem: hashlib.sha256(f.read_bytes()).hexdigest() for f in fatbins}

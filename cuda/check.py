@@ -3,11 +3,11 @@
     python cuda/check.py [--no-sass]
 
 1. The manifest's source hash is that of ``cuda/`` and each fatbin has its recorded hash.
-2. Manifest entries equal the fatbins' symbols.
+2. Manifest entries equal the fatbins' symbols, and their registers those of the fatbins.
 3. In the machine code: no local memory, no ``MEMBAR`` in the loop over K (but that of a fence
-   before wgmmas of what this thread has written to shared memory), and no register that
+   before wgmmas of what this thread has written to shared memory), no register that
    holds the metadata (or the A fragment) of a ``wgmma`` in flight is written before the wait that
-   covers it.
+   covers it, and no thread uses a register that it has not, by the launch or by ``setmaxnreg``.
 
 The second and third need ``cuobjdump`` and ``nvdisasm`` (PyPI: nvidia-cuda-cuobjdump,
 nvidia-cuda-nvdisasm, both among the development tools).
@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -37,7 +38,9 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent
 #: Of fatbins that were found clean, by a digest of their bytes and of this file, their kernels.
 CLEAN = ROOT.parent / "build" / "checked"
-sys.path.insert(0, str(ROOT.parent))
+sys.path[:0] = [str(ROOT.parent), str(ROOT)]
+
+from cubin import STEP, registers  # noqa: E402
 
 from sp24cli.kernels import manifest  # noqa: E402
 
@@ -47,6 +50,11 @@ class Instruction(NamedTuple):
     predicate: str
     opcode: str
     operands: str
+
+
+class Function(NamedTuple):
+    registers: int  # a thread that it is launched with
+    code: list[Instruction]
 
 
 def tool(name: str) -> str:
@@ -64,13 +72,15 @@ _LINE = re.compile(
 )
 
 
-def disassemble(fatbin: Path) -> dict[str, list[Instruction]]:
+def disassemble(fatbin: Path) -> dict[str, Function]:
     """Every function of a fatbin, instruction by instruction."""
     with tempfile.TemporaryDirectory() as folder:
         # cuobjdump's own listing takes longer, and four times the text.
         run("cuobjdump", "-xelf", "all", fatbin.resolve(), cwd=folder)
-        text = "".join(run("nvdisasm", "-c", p, cwd=folder) for p in Path(folder).glob("*.cubin"))
-    functions: dict[str, list[Instruction]] = {}
+        cubins = sorted(Path(folder).glob("*.cubin"))
+        text = "".join(run("nvdisasm", "-c", p, cwd=folder) for p in cubins)
+        launched = {n: count for p in cubins for n, count in registers(p.read_bytes()).items()}
+    functions: dict[str, Function] = {}
     for part in re.split(r"^\.text\.", text, flags=re.M)[1:]:
         name, _, body = part.partition(":")
         code, labels, waiting = [], {name: "0x0"}, []
@@ -82,7 +92,7 @@ def disassemble(fatbin: Path) -> dict[str, list[Instruction]]:
                 labels[found] = f"0x{int(address, 16):x}"
             waiting.clear()
             code.append(Instruction(int(address, 16), predicate, opcode, operands.strip()))
-        functions[name] = [resolved(ins, labels) for ins in code]
+        functions[name] = Function(launched[name], [resolved(ins, labels) for ins in code])
     return functions
 
 
@@ -219,7 +229,50 @@ def overwritten_metadata(flow: Flow) -> list[str]:
     return faults
 
 
-def check_machine_code(name: str, code: list[Instruction]) -> list[str]:
+@cache
+def most_register(ins: Instruction) -> int:
+    """The highest general register that an instruction names, or one of those that follow it in a
+    wider operand; -1 for none. Widths are those of its widest operand, but of addresses."""
+    width = 1
+    if re.search(r"\.128\b|\.MT?88\.4\b", ins.opcode):
+        width = 4
+    elif re.search(r"\.64\b|\.WIDE\b", ins.opcode) or ins.opcode == "CS2R":
+        width = 2
+    most = -1
+    for inside, register, wide in re.findall(r"(\[?)\bR(\d+)\b(\.64)?", ins.operands):
+        most = max(most, int(register) + (2 if wide else 1 if inside else width) - 1)
+    sums = re.match(r"[HQI]GMMA\.(?:SP\.)?64x(\d+)x\d+\.(F16)?", ins.opcode)
+    if sums:
+        first = re.match(r"R(\d+)", ins.operands)
+        assert first is not None, ins
+        most = max(most, int(first[1]) + int(sums[1]) // (4 if sums[2] else 2) - 1)
+    return max([most, *read_late(ins)]) if ins.opcode.startswith(_GMMA) else most
+
+
+def missing_registers(flow: Flow, launched: int) -> list[str]:
+    """The first use of a register that its thread has not, if there is one: the launch gives it so
+    many, and ``setmaxnreg`` others."""
+    seen = set()
+    work = [(0, -(-launched // STEP) * STEP)]
+    while work:
+        state = work.pop()
+        if state in seen:
+            continue
+        seen.add(state)
+        i, count = state
+        ins = flow.code[i]
+        if ins.opcode.startswith("USETMAXREG"):
+            count = int(ins.operands.rpartition("0x")[2], 16)
+        elif most_register(ins) >= count:
+            return [
+                f"R{most_register(ins)} at {ins.address:#x} ({ins.opcode} {ins.operands}), where a "
+                f"thread has {count} registers"
+            ]
+        work.extend((n, count) for n in flow.next[i])
+    return []
+
+
+def check_machine_code(name: str, code: list[Instruction], launched: int) -> list[str]:
     flow = Flow(code)
     faults = [
         f"local memory at {ins.address:#x} ({ins.opcode})"
@@ -235,31 +288,34 @@ def check_machine_code(name: str, code: list[Instruction]) -> list[str]:
         )
         and flow.in_loop(i)
     ]
-    return [f"{name}: {fault}" for fault in faults + overwritten_metadata(flow)]
+    faults += overwritten_metadata(flow) + missing_registers(flow, launched)
+    return [f"{name}: {fault}" for fault in faults]
 
 
-def check_fatbin(path: Path) -> tuple[list[str], list[str]]:
-    """The names of a fatbin's kernels, and the faults of their machine code."""
+def check_fatbin(path: Path) -> tuple[dict[str, int], list[str]]:
+    """The kernels of a fatbin with their registers, and the faults of their machine code."""
     functions = disassemble(path)
-    return list(functions), [
-        fault for name, code in functions.items() for fault in check_machine_code(name, code)
-    ]
+    faults = []
+    for name, function in functions.items():
+        faults += check_machine_code(name, function.code, function.registers)
+    return {name: function.registers for name, function in functions.items()}, faults
 
 
-def checked(path: Path) -> tuple[list[str], list[str]]:
+def checked(path: Path) -> tuple[dict[str, int], list[str]]:
     """`check_fatbin`, or what it said before of the same bytes by the same rules, where it found no
     fault: a disassembler takes half a minute for all of them."""
-    key = hashlib.sha256(Path(__file__).read_bytes() + path.read_bytes()).hexdigest()
+    rules = Path(__file__).read_bytes() + (ROOT / "cubin.py").read_bytes()
+    key = hashlib.sha256(rules + path.read_bytes()).hexdigest()
     clean = CLEAN / key
     if clean.exists():
-        return clean.read_text(encoding="utf-8").split(), []
-    names, faults = check_fatbin(path)
+        return json.loads(clean.read_text(encoding="utf-8")), []
+    kernels, faults = check_fatbin(path)
     if not faults:
         CLEAN.mkdir(parents=True, exist_ok=True)
         part = clean.with_suffix(f".{os.getpid()}")
-        part.write_text("\n".join(names), encoding="utf-8")
+        part.write_text(json.dumps(kernels), encoding="utf-8")
         part.replace(clean)
-    return names, faults
+    return kernels, faults
 
 
 def main() -> None:
@@ -285,12 +341,17 @@ def main() -> None:
         fatbins = sorted(loaded.fatbins, key=lambda name: -len(loaded.fatbin(name)))
         with ProcessPoolExecutor() as pool:
             done = pool.map(checked, [manifest.FOLDER / f"{f}.fatbin" for f in fatbins])
-            for fatbin, (names, found) in zip(fatbins, done, strict=True):
-                described = {e.name for e in loaded.everything if e.fatbin == fatbin}
-                for name in sorted(described ^ set(names)):
+            for fatbin, (kernels, found) in zip(fatbins, done, strict=True):
+                described = {e.name: e.registers for e in loaded.everything if e.fatbin == fatbin}
+                for name in sorted(described.keys() ^ kernels.keys()):
                     faults.append(f"{name} is in only one of manifest and {fatbin}.fatbin")
+                faults += [
+                    f"{name} has {kernels[name]} registers, in the manifest {described[name]}"
+                    for name in sorted(described.keys() & kernels.keys())
+                    if kernels[name] != described[name]
+                ]
                 faults += found
-                count += len(names)
+                count += len(kernels)
     if faults:
         sys.exit("\n".join(faults))
     print(f"fatbins match their sources; {count} kernels' machine code checked")

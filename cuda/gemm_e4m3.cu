@@ -2,6 +2,7 @@
 #include "sp24/entry.cuh"
 #define SP24_ONLY SP24_FAMILY_e4m3
 #define SP24_GEMM SP24_DEFINE_GEMM
+#define SP24_TALL SP24_DEFINE_TALL
 #define SP24_PACK SP24_DEFINE_PACK
 #define SP24_CEILING SP24_DEFINE_CEILING
 #include "kernels.def"

@@ -17,7 +17,7 @@ from sp24cli.gpu.activations import gather_columns
 from sp24cli.gpu.arguments import pack_struct, tensor_map
 from sp24cli.gpu.arrays import DeviceArray, vector, view
 from sp24cli.gpu.device import Buffer, Device, Kernel
-from sp24cli.gpu.order import cluster_rows, tile_order
+from sp24cli.gpu.order import balanced_order, cluster_rows, heights, tile_order
 from sp24cli.gpu.select import Choice, candidates, chosen, needs_widening
 from sp24cli.kernels import manifest
 from sp24cli.kernels.choices import Problem
@@ -162,6 +162,9 @@ class Plan:
             device.l2_bytes,
             self.raster,
         )
+        low, high = heights(entry, m, rows) if entry.balanced else (0, 0)
+        if self.raster is None:
+            order = balanced_order(order, rows, cols, clusters, low, high)
         step = weight.multiplied.step_k
         block_m, block_k = weight.block or (1, 0)
         a_rows = -(-m // block_m) if block_k else 0
@@ -193,7 +196,9 @@ class Plan:
                 "vector_store": int(out_ptr % 16 == 0 and ldd * out_bytes % 16 == 0),
                 "raster": order.raster,
                 "cluster_rows": rows,
-                "tile_blocks": -(-(weight.blocks[0] << 16) // (rows * entry.cluster)),
+                "tile_blocks": low,
+                "high_rows": high,
+                "skew": order.skew,
                 "read_once": order.read_once,
                 "scale_a_rows": block_m,
                 "scale_a_steps": _steps(block_k, k, step),

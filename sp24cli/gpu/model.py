@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sp24cli.gpu.order import cluster_rows
+from sp24cli.gpu.order import FEW_COLUMNS, cluster_rows
 from sp24cli.kernels.choices import Problem
 from sp24cli.kernels.manifest import Entry
 
@@ -158,6 +158,8 @@ def _point(entry: Entry, p: Problem, sm_count: int) -> tuple[float, ...]:
     places = max(1, usable // entry.cluster_ctas)
     rows = cluster_rows(entry, m, cols, places)
     tile_blocks = m / 64 / (rows * entry.cluster) if entry.balanced else entry.tile_m / 64
+    # Of many tiles a cluster has high ones and lower ones.
+    mixed = entry.balanced and entry.tile_n > FEW_COLUMNS and rows * cols > places
     blocks = -(-k // entry.tile_k)
     a = m / 64 * blocks * entry.block_bytes
     b = n * blocks * entry.box_bytes_b
@@ -165,7 +167,7 @@ def _point(entry: Entry, p: Problem, sm_count: int) -> tuple[float, ...]:
     spread, pieces = (pieces, 0.0) if entry.loop_scales == "tile" else (0.0, pieces)
     return (
         entry.tile_n,
-        min(entry.consumers, math.ceil(tile_blocks)),
+        tile_blocks if mixed else min(entry.consumers, math.ceil(tile_blocks)),
         entry.split,
         entry.cluster_ctas,
         entry.layout == "widened",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
 
 from sp24cli.kernels.manifest import Entry, RungEntry
 from sp24cli.optypes import BLOCK_ROWS
@@ -15,8 +18,10 @@ from sp24cli.optypes import BLOCK_ROWS
 RASTER, RASTER_MOST = 8, 16
 #: Measured on an H200 (e4m3): where 28 of 30 clusters were busy, balanced tiles in all 30 made
 #: 28672x64x8192 2 % slower, and 14336x128x4096 by tiles of 64 columns 10 %; where 19 were,
-#: 18944x64x3584 8 % faster.
+#: 18944x64x3584 8 % faster. There memory sets the pace; where tiles have more than `FEW_COLUMNS`
+#: and the tensor cores do, no cluster is left idle that could have a tile.
 BUSY = 0.9
+FEW_COLUMNS = 128
 
 
 def cluster_rows(entry: Entry | RungEntry, m: int, cols: int, clusters: int) -> int:
@@ -29,15 +34,26 @@ def cluster_rows(entry: Entry | RungEntry, m: int, cols: int, clusters: int) -> 
     if not entry.balanced:
         return least
     rounds = -(-least * cols // clusters)
-    if least * cols >= BUSY * rounds * clusters:
+    if entry.tile_n <= FEW_COLUMNS and least * cols >= BUSY * rounds * clusters:
         return least
-    blocks = -(-m // BLOCK_ROWS)
-    return max(least, min(rounds * clusters // cols, -(-blocks // entry.cluster)))
+    return max(least, min(rounds * clusters // cols, _blocks(entry, m)))
+
+
+def heights(entry: Entry | RungEntry, m: int, rows: int) -> tuple[int, int]:
+    """How balanced tiles share ``m`` rows of D out: blocks of 64 rows of each CTA of the lower rows
+    of tiles, and how many rows of tiles, the first ones, have one more."""
+    return divmod(_blocks(entry, m), rows)
+
+
+def _blocks(entry: Entry | RungEntry, m: int) -> int:
+    """What the heights of all rows of tiles add up to, in blocks of 64 rows of a CTA."""
+    return -(-m // (BLOCK_ROWS * entry.cluster))
 
 
 @dataclass(frozen=True)
 class TileOrder:
-    """Tiles go in groups of ``raster`` cluster rows, M fastest.
+    """Tiles go in groups of ``raster`` cluster rows, M fastest, each column beginning ``skew`` rows
+    after the one before.
 
     ``a_once`` and ``b_once``: what runs together reads all there is of a part of that operand, so
     no later tile finds it in L2, nor needs to.
@@ -46,6 +62,7 @@ class TileOrder:
     raster: int
     a_once: bool
     b_once: bool
+    skew: int = 0
 
     @property
     def read_once(self) -> int:
@@ -79,3 +96,33 @@ def tile_order(
         a_once=cols == 1 or raster * cols <= clusters,
         b_once=rows <= min(raster, clusters),
     )
+
+
+@lru_cache(maxsize=4096)
+def balanced_order(
+    order: TileOrder, rows: int, cols: int, clusters: int, low: int, high: int
+) -> TileOrder:
+    """``order`` for balanced tiles (`heights`): so that the cluster with most blocks of rows has as
+    few as can be.
+
+    A cluster takes every ``clusters``-th tile, and in some orders high ones alone. Columns that
+    begin each some rows later mix them; else high rows in groups of their own, first.
+    """
+    if not 0 < high < rows or cols == 1 or rows * cols <= clusters:
+        return order
+    index = np.arange(rows * cols)
+
+    def most(raster: int, skew: int) -> int:
+        """Blocks of rows of the cluster that has most."""
+        group, within = np.divmod(index, raster * cols)
+        first = group * raster
+        height = np.minimum(raster, rows - first)
+        step = within // height
+        row = first + (within - step * height + step * skew) % height
+        return int(np.bincount(index % clusters, low + (row < high)).max())
+
+    ways = [(order.raster, skew) for skew in range(min(order.raster, rows))]
+    if order.raster >= rows:
+        ways.append((high, 0))
+    raster, skew = min(ways, key=lambda way: most(*way))
+    return replace(order, raster=raster, skew=skew, b_once=order.b_once and raster == order.raster)

@@ -88,7 +88,7 @@ class TestChoose:
         for wanted in (at(out="f32", order="mn"), at(type_name="f16", k=4096)):
             (before, _), (after, by) = chosen(wanted), chosen(wanted, ("table", known))
             assert by == "model, corrected by table"
-            assert (tile(before), tile(after)) == ((256, 2), (256, 4))
+            assert (tile(before), tile(after)) == (tile(WIDE), tile(second))
 
     def test_times_of_other_sums_do_not_count(self):
         known = table((replace(HERE, summation="precise"), {WIDE: 300.0, SMALL: 290.0}))

@@ -6,7 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from sp24cli.gpu.order import RASTER, TileOrder, cluster_rows, tile_order
+from sp24cli.gpu.order import (
+    RASTER,
+    TileOrder,
+    balanced_order,
+    cluster_rows,
+    heights,
+    tile_order,
+)
 from sp24cli.kernels.manifest import Entry, load
 
 MB = 2**20
@@ -56,9 +63,9 @@ def test_the_kernels_argument_has_a_bit_for_each() -> None:
     ]
 
 
-def kernel(balanced: bool) -> Entry:
+def kernel(balanced: bool = True, tile_n: int = 128) -> Entry:
     """Tiles of three blocks of rows, two CTAs of a cluster along M."""
-    entry = next(e for e in load().entries if (e.tile_m, e.cluster) == (192, 2))
+    entry = next(e for e in load().entries if (e.tile_m, e.tile_n, e.cluster) == (192, tile_n, 2))
     assert entry.balanced
     return replace(entry, balanced=balanced)
 
@@ -86,9 +93,76 @@ def test_other_tiles_are_as_few_as_can_be(m: int, want: int) -> None:
     assert cluster_rows(kernel(False), m, 1, 30) == want
 
 
-def test_no_balanced_tile_is_higher_than_the_kernels() -> None:
-    entry = kernel(True)
-    for m in range(1, 64 * 700, 640):
-        for cols in (1, 2, 7, 31):
-            tiles = cluster_rows(entry, m, cols, 30) * entry.cluster
-            assert tiles * entry.tile_m >= m
+def test_wide_balanced_tiles_leave_no_cluster_idle() -> None:
+    """Where tiles of up to 128 columns would keep to full ones."""
+    assert cluster_rows(kernel(tile_n=256), 10368, 1, 30) == 30
+    assert cluster_rows(kernel(tile_n=256), 28672, 16, 66) == 78  # 1248 of 1254 places, for 1200
+
+
+def blocks_of(row: int, low: int, high: int, cluster: int, m_blocks: int) -> list[range]:
+    """The blocks of 64 rows of each CTA of a cluster in a row of tiles, as Schedule deals them."""
+    each, before = low + (row < high), row * low + min(row, high)
+    starts = [min(before * cluster + rank * each, m_blocks) for rank in range(cluster)]
+    return [range(start, start + min(each, m_blocks - start)) for start in starts]
+
+
+def test_balanced_tiles_share_out_every_block_of_rows_once() -> None:
+    for tile_n in (128, 256):
+        entry = kernel(tile_n=tile_n)
+        for m in range(1, 64 * 700, 640):
+            for cols in (1, 2, 7, 31):
+                rows = cluster_rows(entry, m, cols, 30)
+                low, high = heights(entry, m, rows)
+                assert low + (high > 0) <= entry.tile_m // 64
+                m_blocks = -(-m // 64)
+                dealt = [blocks_of(r, low, high, entry.cluster, m_blocks) for r in range(rows)]
+                assert [b for row in dealt for part in row for b in part] == [*range(m_blocks)]
+
+
+def tiles_in_order(rows: int, cols: int, order: TileOrder) -> list[tuple[int, int]]:
+    """Row and column of every tile, as Schedule walks them where tiles are balanced."""
+    found = []
+    for index in range(rows * cols):
+        group, within = divmod(index, order.raster * cols)
+        first = group * order.raster
+        height = min(order.raster, rows - first)
+        step = within // height
+        row = first + (within - step * height + order.skew * step) % height
+        found.append((row, cols - 1 - step if group % 2 else step))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "raster", "most", "unmixed"),
+    [
+        (4096, 8192, 8192, 12, 16, 18),
+        (8192, 4096, 28672, 8, 16, 16),
+        (28672, 4096, 8192, 8, 56, 56),
+        (4096, 4096, 4096, 8, 8, 9),  # groups of the high rows and of the low ones
+        (5000, 5000, 5000, 16, 13, 14),
+        (11008, 4096, 4096, 8, 22, 22),
+    ],
+)
+def test_no_cluster_meets_high_tiles_alone(
+    m: int, n: int, k: int, raster: int, most: int, unmixed: int
+) -> None:
+    entry, clusters = kernel(tile_n=256), 66
+    cols = -(-n // entry.tile_n)
+    rows = cluster_rows(entry, m, cols, clusters)
+    low, high = heights(entry, m, rows)
+    plain = tile_order(rows, cols, clusters, m * k * 5 // 8, n * k, L2)
+    order = balanced_order(plain, rows, cols, clusters, low, high)
+    assert order.raster == raster
+    assert order.b_once <= (rows <= raster)
+    tiles = tiles_in_order(rows, cols, order)
+    assert sorted(tiles) == [(r, c) for r in range(rows) for c in range(cols)]
+    for way, want in ((plain, unmixed), (order, most)):
+        blocks = [low + (row < high) for row, _ in tiles_in_order(rows, cols, way)]
+        assert max(sum(blocks[c::clusters]) for c in range(clusters)) == want
+
+
+def test_tiles_of_one_height_keep_their_order() -> None:
+    plain = TileOrder(12, True, True)
+    assert balanced_order(plain, 12, 32, 66, 3, 0) is plain
+    assert balanced_order(plain, 12, 1, 6, 2, 5) is plain  # one column
+    assert balanced_order(plain, 12, 5, 66, 2, 5) is plain  # a tile a cluster

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import struct
 import subprocess
 import sys
 from dataclasses import replace
@@ -180,8 +181,8 @@ def test_blocks_without_a_kernel_are_refused() -> None:
         # The widest tile multiplies most for what it reads. By clusters of 4 it has 120 SMs, and a
         # round more than by clusters of 2.
         (4096, 8192, 8192, {"tile_n": 256, "cluster": 2, "split": 1}),
-        # 112 tiles are one round either way, and clusters of 4 copy less of B.
-        (14336, 256, 4096, {"tile_n": 256, "cluster": 4, "split": 1}),
+        # 112 tiles are one round either way, and larger clusters copy less of B.
+        (14336, 256, 4096, {"tile_n": 256, "cluster": 8, "split": 1}),
         # Half a round of whole tiles: two CTAs share K.
         (8192, 128, 8192, {"tile_n": 128, "split": 2}),
         (8192, 64, 8192, {"tile_n": 64, "split": 2}),
@@ -217,14 +218,14 @@ def test_a_cluster_has_the_ctas_of_every_part_of_k() -> None:
     assert (entry.cluster_ctas, replace(entry, split=2).cluster_ctas) == (2, 4)
 
 
-def listing(check: ModuleType, *lines: str) -> list[str]:
+def listing(check: ModuleType, *lines: str, launched: int = 256) -> list[str]:
     """The faults of a made-up kernel of these instructions, sixteen bytes each."""
     code = []
     for i, line in enumerate(lines):
         predicate, _, rest = line.partition(" ") if line.startswith("@") else ("", "", line)
         opcode, _, operands = rest.partition(" ")
         code.append(check.Instruction(16 * i, predicate, opcode, operands))
-    faults: list[str] = check.check_machine_code("k", code)
+    faults: list[str] = check.check_machine_code("k", code, launched)
     return faults
 
 
@@ -239,20 +240,22 @@ def test_a_fatbin_that_was_found_clean_is_not_disassembled_again(
     asked: list[bytes] = []
     faults: list[str] = ["k: local memory"]
 
-    def look(path: Path) -> tuple[list[str], list[str]]:
+    kernels = {"k": 168, "l": 40}
+
+    def look(path: Path) -> tuple[dict[str, int], list[str]]:
         asked.append(path.read_bytes())
-        return ["k", "l"], list(faults)
+        return kernels, list(faults)
 
     monkeypatch.setattr(check, "CLEAN", tmp_path / "checked")
     monkeypatch.setattr(check, "check_fatbin", look)
     for _ in range(2):  # a fault is found each time
-        assert check.checked(fatbin) == (["k", "l"], ["k: local memory"])
+        assert check.checked(fatbin) == (kernels, ["k: local memory"])
     faults.clear()
     for _ in range(2):
-        assert check.checked(fatbin) == (["k", "l"], [])
+        assert check.checked(fatbin) == (kernels, [])
     assert asked == [b"code"] * 3
     fatbin.write_bytes(b"other code")
-    assert check.checked(fatbin) == (["k", "l"], [])
+    assert check.checked(fatbin) == (kernels, [])
     assert asked[3:] == [b"other code"]
 
 
@@ -313,6 +316,95 @@ def test_local_memory_and_fences_in_the_loop_over_k_are_found(check: ModuleType)
     assert not listing(check, *of_stores)
     assert listing(check, *of_stores[:1], *of_stores[2:]) and listing(check, *of_stores[1:3], *loop)
     assert listing(check, "STL [R1], R2", "EXIT") == ["k: local memory at 0x0 (STL)"]
+
+
+@pytest.mark.parametrize(
+    ("line", "most"),
+    [
+        ("FADD R5, R6, R7", 7),
+        ("LDG.E.128 R4, desc[UR4][R8.64]", 9),  # the address has two, the result four
+        ("LDS.128 R8, [R20]", 20),
+        ("IMAD.WIDE R8, R9, R12, R10", 13),  # as wide as the widest, to be sure
+        ("STG.E.64 desc[UR4][R2.64], R8", 9),
+        ("STSM.16.MT88.4 [R3], R8", 11),
+        ("CS2R R10, SRZ", 11),
+        ("QGMMA.SP.64x256x64.F32.E4M3.E4M3 R24, gdesc[UR20], R24, R5, gsb0", 151),
+        ("HGMMA.SP.64x64x32.F16 R24, gdesc[UR20], R24, R60, gsb0", 60),
+        ("HGMMA.64x64x16.F32.BF16 R24, R120, gdesc[UR24], RZ, !UPT, gsb0", 123),
+        ("BAR.SYNC 0x1, 0x80", -1),
+    ],
+)
+def test_the_highest_register_that_an_instruction_names(
+    check: ModuleType, line: str, most: int
+) -> None:
+    opcode, _, operands = line.partition(" ")
+    assert check.most_register(check.Instruction(0, "", opcode, operands)) == most
+
+
+def test_a_register_that_a_thread_has_not_is_found(check: ModuleType) -> None:
+    kernel = [
+        "MOV R15, RZ",
+        "@P0 BRA 0x50",
+        "USETMAXREG.TRY_ALLOC.CTAPOOL UP0, 0xa0",
+        "MOV R159, RZ",
+        "EXIT",
+        "USETMAXREG.DEALLOC.CTAPOOL 0x20",
+        "MOV R31, RZ",
+        "EXIT",
+    ]
+    assert not listing(check, *kernel, launched=16)
+    assert not listing(check, *kernel, launched=9)  # they are given by eight
+    (fault,) = listing(check, *kernel, launched=8)
+    assert "R15 at 0x0" in fault and "8 registers" in fault
+    for at, register, have in ((3, 160, 160), (6, 32, 32)):
+        wrong = list(kernel)
+        wrong[at] = f"MOV R{register}, RZ"
+        (fault,) = listing(check, *wrong, launched=128)
+        assert f"R{register} at {16 * at:#x}" in fault and f"{have} registers" in fault
+
+
+def test_every_launch_fits_the_registers_of_an_sm() -> None:
+    for entry in LOADED.everything:
+        assert entry.registers * entry.threads <= 1 << 16, entry.name
+
+
+def test_registers_are_written_into_a_cubin_where_they_stand(check: ModuleType) -> None:
+    cubin = sys.modules["cubin"]
+    assert cubin.launch_registers(160, 512) == 128
+    assert cubin.launch_registers(104, 512) == 104
+    assert cubin.launch_registers(168, 384) == 168
+    before = made_up_elf({"one": 160, "two": 90})
+    assert cubin.registers(before) == {"one": 160, "two": 90}
+    after = cubin.with_registers(before, {"one": 128})
+    assert cubin.registers(after) == {"one": 128, "two": 90}
+    changed = [i for i, (a, b) in enumerate(zip(before, after, strict=True)) if a != b]
+    assert [before[i] for i in changed] == [160]
+    with pytest.raises(KeyError, match="three"):
+        cubin.with_registers(before, {"three": 128})
+
+
+def made_up_elf(counts: dict[str, int]) -> bytes:
+    """ELF64 with what says in a cubin how many registers a kernel has, and other attributes."""
+    names, symbols, info = b"\0", bytes(24), b""
+    for symbol, (name, count) in enumerate(counts.items(), 1):
+        symbols += struct.pack("<IBBHQQ", len(names), 0x12, 0, 0, 0, 0)
+        names += name.encode() + b"\0"
+        info += struct.pack("<BBHII", 4, 0x2F, 8, symbol, count)
+        info += struct.pack("<BBH", 3, 0x1B, 0x2F04)  # a value in place of a length
+        info += struct.pack("<BBHII", 4, 0x11, 8, symbol, 160)  # another attribute
+    parts = {".shstrtab": b"", ".symtab": symbols, ".strtab": names, ".nv.info": info}
+    parts[".shstrtab"] = b"\0" + b"\0".join(name.encode() for name in parts) + b"\0"
+    at, body, headers = 64, b"", bytes(64)
+    for name, content in parts.items():
+        where = parts[".shstrtab"].index(b"\0" + name.encode() + b"\0") + 1
+        headers += struct.pack(
+            "<IIQQQQIIQQ", where, 1, 0, 0, at + len(body), len(content), 0, 0, 1, 0
+        )
+        body += content
+    head = bytearray(64)
+    struct.pack_into("<Q", head, 0x28, at + len(body))
+    struct.pack_into("<HHH", head, 0x3A, 64, len(parts) + 1, 1)
+    return bytes(head) + body + headers
 
 
 def test_where_sums_begin_elsewhere_is_known_to_both_sides() -> None:

@@ -252,12 +252,13 @@ def test_several_tiles_of_few_tokens_a_cta(device: Device, entry: manifest.Entry
 @pytest.mark.parametrize("entry", [e for e in ENTRIES if e.balanced], ids=lambda e: e.name)
 def test_balanced_tiles_of_different_heights(device: Device, entry: manifest.Entry) -> None:
     """Few rows of tiles, for so many columns leave no cluster for more. Of four rows a CTA has
-    tiles of every other, and where they are one block short of full, those of one are lower: then
-    a warpgroup has rows in some of a CTA's tiles only, before and after others."""
+    tiles of every other, and where they are a block short of full, those of one are lower: then
+    a warpgroup has rows in some of a CTA's tiles only, before and after others. One block is that
+    of a CTA, or of all those of a cluster: then columns begin at different rows too."""
     cols = device.kernel(entry).max_clusters + 1
     full = entry.cluster * entry.tile_m // BLOCK_ROWS
     k = 2 * entry.stage_blocks * entry.split * entry.tile_k + 4
-    for blocks in (1, full + 1, 4 * full - 1):
+    for blocks in (1, full + 1, 4 * full - 1, 4 * full - entry.cluster):
         m, n = blocks * BLOCK_ROWS - 3, cols * entry.tile_n - 5
         assert cluster_rows(entry, m, cols, cols - 1) == -(-blocks // full)
         problem = problems.integers(entry.type, m, n, k, problems.operand_scale(entry))

@@ -303,8 +303,9 @@ __device__ __forceinline__ void consume(const GemmArgs& args, uint32_t shared, u
 
   // A tile that has no rows for this warpgroup: its stages are given back as they come. Early is early enough:
   // it waits for `full`, and so arrives once a phase, and it reads nothing of the stage.
-  static_assert(!Config::kBalanced || !Config::kGathers, "warps that wait for stages themselves");
+  // (kGathers: each stage is awaited and released before the next, so the order of ring.cuh holds.)
   const auto pass_over = [&] {
+#pragma unroll(Config::kTall ? 1 : 4)
     for (int left = share.blocks; left > 0; left -= Config::kStageBlocks) {
       stages.await(ring, false);
       stages.release(ring.stage);
@@ -329,6 +330,8 @@ __device__ __forceinline__ void consume(const GemmArgs& args, uint32_t shared, u
     reading = ring.stage;
     ring.advance();
     int left = share.blocks - Config::kStageBlocks;
+    // Each copy of the loop's body has metadata registers of its own: two are enough (see `multiply`).
+#pragma unroll(Config::kTall ? 2 : 4)
     for (; left >= Config::kStageBlocks; left -= Config::kStageBlocks)
       step(Whole{});
     if (Config::kStageBlocks > 1 && left > 0) step(One{});
@@ -372,12 +375,11 @@ __device__ __forceinline__ void consume_promoted(const GemmArgs& args, uint32_t 
     } else if constexpr (Config::kSplit > 1) {
       ptx::wgmma_wait<0>();  // none is left: so check.py sees that what follows is no part of the loop over K
       constexpr int kPart = PromotedSum<Config>::kPart;
-      float all[2 * kPart];
+      typename Config::Accumulators all;
 #pragma unroll
       for (int i = 0; i < 2 * kPart; ++i) all[i] = promoted.sum[i / kPart][i % kPart];
-      typename Config::StoredSums sums;
-      exchange(all, sums, share.counts, schedule.more());
-      store_tile<Config>(sums, args, scales, chunks, barrier, m0, n0);
+      finish_tile<Config>(all, exchange, share.counts, schedule.more(), args, scales, chunks, barrier, m0,
+                          n0);
     } else {
 #pragma unroll
       for (int b = 0; b < Config::kStoredBlocks; ++b)
@@ -395,7 +397,9 @@ __device__ __forceinline__ void gemm(const MapsB& maps, const GemmArgs& args) {
   const uint32_t cta_rank = Config::kClusterCtas == 1 ? 0 : ptx::cluster_cta_rank();
   const uint32_t m_rank = Config::kSplit == 1 ? cta_rank : cta_rank % Config::kCluster;
   const int part = Config::kSplit == 1 ? 0 : cta_rank / Config::kCluster;
-  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // uniform for the compiler too
+  // Uniform for the compiler too; and of a tall tile's kernel not by the number that the consumers keep, to which
+  // ptxas might give a register that a thread only has later.
+  const int warp = __shfl_sync(0xffffffffu, (Config::kTall ? ptx::thread() : threadIdx.x) / 32, 0);
 
   // Two threads, for each barrier takes its time, and A is asked for behind the first half.
   if (warp == 0 && ptx::elect_one()) {

@@ -64,7 +64,7 @@ struct GemmConfig {
   static constexpr int kStoredBlocks = kSideBySide && kSplit == 1 ? 2 : 1;
   static constexpr int kTileM = kRowBlocks * kBlockRows;
   // Whether the rows of D are dealt out evenly, in tiles of up to kTileM (schedule.cuh).
-  static constexpr bool kBalanced = !kPromoted && !Operand::kWidened && kConsumers > 2 && kTileN <= 128;
+  static constexpr bool kBalanced = !kPromoted && !Operand::kWidened && kConsumers > 2;
   // Blocks along K of a stage. With few columns what a stage costs sets the pace, and several blocks share
   // it: where weights are widened it is instructions, else the thread that asks for A.
   static constexpr int kStageBlocks =
@@ -73,9 +73,10 @@ struct GemmConfig {
   static constexpr int kTileK = kRowBytesB / Operand::kItemBytes;  // logical K of a block
   static constexpr int kThreads = (kConsumers + 1) * 128;          // the last warpgroup produces
   // Registers a thread once the roles are known: what the launch gave an SM's threads, shared out again.
-  static constexpr int kProducerRegisters = kScaledByTile ? 56 : 40;
+  static constexpr bool kTall = kConsumers == 3 && kTileN > 128;  // rows SP24_TALL of kernels.def
+  static constexpr int kProducerRegisters = kScaledByTile ? 56 : kTall ? 32 : 40;
   static constexpr int kConsumerRegisters =
-      kScaledByTile ? 224 : kConsumers == 2 ? 232 : kConsumers == 3 ? 152 : 104;
+      kScaledByTile ? 224 : kConsumers == 2 ? 232 : kTall ? 160 : kConsumers == 3 ? 152 : 104;
   static constexpr int kBlockBytes =
       Operand::kBlockValueBytes + Operand::kMetaBytes + Operand::kBlockScaleBytes;
   // Columns of a tile that one warpgroup stores: those of its part of K, or those that it sums beside others.
@@ -112,7 +113,7 @@ struct GemmConfig {
   static constexpr int kPromoteK = Accumulate::kSteps * kTileK / 2;
 
   static_assert(kScaleSlotBytes % 16 == 0, "scales of columns are read by 16 bytes");
-  static_assert(kConsumers == 2 || (kConsumers <= 4 && kTileN <= 128),
+  static_assert(kConsumers == 2 || kTall || (kConsumers <= 4 && kTileN <= 128),
                 "a consumer thread's registers hold its accumulators");
   static_assert(kTileN % 8 == 0 && kTileN <= 256, "what wgmma multiplies");
   static_assert(!kScaledByTile || kConsumers == 2, "the registers of two consumers' launch, shared out");

@@ -50,18 +50,22 @@
 #define SP24_FAMILY_e4m3_widened 103
 #define SP24_FAMILY_convert 100
 
-#define SP24_DEFINE(NAME, ...)                                                                 \
-  extern "C" __global__ void __cluster_dims__(__VA_ARGS__::kClusterCtas, 1, 1)                   \
-      __launch_bounds__(__VA_ARGS__::kThreads, 1) NAME(                                          \
-          const __grid_constant__ sp24::MapsB maps, const __grid_constant__ sp24::GemmArgs args) { \
+// The configuration comes last, since the commas of its template arguments are the macro's too.
+#define SP24_DEFINE(NAME, BOUNDS, ...)                                                           \
+  extern "C" __global__ void __cluster_dims__(__VA_ARGS__::kClusterCtas, 1, 1) BOUNDS(__VA_ARGS__) NAME( \
+      const __grid_constant__ sp24::MapsB maps, const __grid_constant__ sp24::GemmArgs args) {     \
     sp24::gemm<__VA_ARGS__>(maps, args);                                                         \
   }
+#define SP24_THREADS(...) __launch_bounds__(__VA_ARGS__::kThreads, 1)
+#define SP24_REGISTERS(...) __maxnreg__((__VA_ARGS__::kConsumerRegisters))
 #define SP24_DEFINE_GEMM(...) \
-  SP24_DEFINE(SP24_GEMM_NAME(__VA_ARGS__), SP24_GEMM_CONFIG(__VA_ARGS__))
+  SP24_DEFINE(SP24_GEMM_NAME(__VA_ARGS__), SP24_THREADS, SP24_GEMM_CONFIG(__VA_ARGS__))
+#define SP24_DEFINE_TALL(...) \
+  SP24_DEFINE(SP24_GEMM_NAME(__VA_ARGS__), SP24_REGISTERS, SP24_GEMM_CONFIG(__VA_ARGS__))
 #define SP24_DEFINE_PROMOTED(...) \
-  SP24_DEFINE(SP24_PROMOTED_NAME(__VA_ARGS__), SP24_PROMOTED_CONFIG(__VA_ARGS__))
+  SP24_DEFINE(SP24_PROMOTED_NAME(__VA_ARGS__), SP24_THREADS, SP24_PROMOTED_CONFIG(__VA_ARGS__))
 #define SP24_DEFINE_WIDENED_GEMM(...) \
-  SP24_DEFINE(SP24_WIDENED_NAME(__VA_ARGS__), SP24_WIDENED_CONFIG(__VA_ARGS__))
+  SP24_DEFINE(SP24_WIDENED_NAME(__VA_ARGS__), SP24_THREADS, SP24_WIDENED_CONFIG(__VA_ARGS__))
 #define SP24_DEFINE_PACK_WIDENED(scales)                                                        \
   extern "C" __global__ void __launch_bounds__(sp24::kPackThreads)                              \
       SP24_PACK_WIDENED_NAME(scales)(const __grid_constant__ sp24::PackWidenedArgs args) {      \

@@ -9,21 +9,24 @@ namespace sp24 {
 // columns backwards, so that it starts with those that L2 still holds.
 //
 // Balanced tiles have as many blocks of 64 rows as give each CTA about the same, up to kRowBlocks, or none:
-// where few CTAs would be busy, or some with a tile that ends beyond the last row, all are.
+// where few CTAs would be busy, or some with a tile that ends beyond the last row, all are. Those of a cluster
+// have as many, for they share B's pace. The high ones come first, and each column of tiles begins `skew` rows
+// after the one before: so that of clusters that take several tiles none meets high ones alone.
 template <class Config>
 struct Schedule {
-  int rows, cols, raster, index, stride, m_blocks;
-  uint32_t tile_blocks;
+  int rows, cols, raster, skew, index, stride, m_blocks, tile_blocks, high_rows;
   int row = 0, blocks = Config::kRowBlocks;  // of the tile: the cluster's row, and its own blocks of rows
 
   __device__ __forceinline__ explicit Schedule(const GemmArgs& args)
       : rows(args.cluster_rows),
         cols((args.n + Config::kTileN - 1) / Config::kTileN),
         raster(args.raster),
+        skew(args.skew),
         index(blockIdx.x / Config::kClusterCtas),
         stride(gridDim.x / Config::kClusterCtas),
         m_blocks(args.m_blocks),
-        tile_blocks(args.tile_blocks) {}
+        tile_blocks(args.tile_blocks),
+        high_rows(args.high_rows) {}
 
   __device__ __forceinline__ bool more() const { return index < rows * cols; }
 
@@ -41,7 +44,9 @@ struct Schedule {
     const int group = index / (raster * cols), within = index - group * raster * cols;
     const int first = group * raster, height = min(raster, rows - first);
     const int step = within / height;
-    row = first + within - step * height;
+    row = within - step * height;
+    if constexpr (Config::kBalanced) row = (row + skew * step) % height;
+    row += first;
     const int col = group % 2 ? cols - 1 - step : step;
     m0 = first_row(m_rank);
     n0 = col * Config::kTileN;
@@ -51,17 +56,14 @@ struct Schedule {
 
  private:
   __device__ __forceinline__ int first_row(int m_rank) {
-    const int tile = row * Config::kCluster + m_rank;
     if constexpr (Config::kBalanced) {
-      const int first = first_block(tile);
-      blocks = first_block(tile + 1) - first;
+      const int each = tile_blocks + (row < high_rows), before = row * tile_blocks + min(row, high_rows);
+      const int first = min(before * Config::kCluster + m_rank * each, m_blocks);
+      blocks = min(each, m_blocks - first);
       return first * kBlockRows;
     } else {
-      return tile * Config::kTileM;
+      return (row * Config::kCluster + m_rank) * Config::kTileM;
     }
-  }
-  __device__ __forceinline__ int first_block(int tile) const {
-    return min(int(uint64_t(tile) * tile_blocks >> 16), m_blocks);
   }
 };
 

@@ -82,6 +82,13 @@ __device__ __forceinline__ void named_barrier_arrive(int barrier, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
+// threadIdx.x, read here and for this use alone.
+__device__ __forceinline__ uint32_t thread() {
+  uint32_t t;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(t));
+  return t;
+}
+
 // Changes the register count of the executing warpgroup (PTX ISA, "setmaxnreg").
 template <int Registers>
 __device__ __forceinline__ void set_registers_up() {
