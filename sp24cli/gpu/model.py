@@ -21,7 +21,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sp24cli.gpu.order import FEW_COLUMNS, cluster_rows
+from sp24cli.gpu.order import (
+    FEW_COLUMNS,
+    balanced_order,
+    blocks_of_busiest,
+    cluster_rows,
+    heights,
+    tile_order,
+)
 from sp24cli.kernels.choices import Problem
 from sp24cli.kernels.manifest import Entry
 
@@ -34,6 +41,9 @@ _CLUSTER_SHARE = {4: 120 / 132, 8: 120 / 132}
 #: What an SM of sm_90 has for CTAs, in bytes of shared memory (1 KB of a CTA's is the system's) and
 #: registers. Source: CUDA C++ Programming Guide, "Compute Capability 9.0".
 _SM_SHARED, _CTA_SHARED, _SM_REGISTERS = 228 << 10, 1 << 10, 1 << 16
+
+#: Bytes of an H200's L2.
+_L2 = 50 << 20
 
 _OUT_BYTES = {"f32": 4, "s32": 4, "f16": 2, "bf16": 2}
 
@@ -158,16 +168,21 @@ def _point(entry: Entry, p: Problem, sm_count: int) -> tuple[float, ...]:
     places = max(1, usable // entry.cluster_ctas)
     rows = cluster_rows(entry, m, cols, places)
     tile_blocks = m / 64 / (rows * entry.cluster) if entry.balanced else entry.tile_m / 64
-    # Of many tiles a cluster has high ones and lower ones.
-    mixed = entry.balanced and entry.tile_n > FEW_COLUMNS and rows * cols > places
     blocks = -(-k // entry.tile_k)
     a = m / 64 * blocks * entry.block_bytes
     b = n * blocks * entry.box_bytes_b
+    consumers: float = min(entry.consumers, math.ceil(tile_blocks))
+    if entry.balanced and entry.tile_n > FEW_COLUMNS and rows * cols > places:
+        # Of the tiles of the busiest cluster, some of which are lower than others.
+        sizes = (rows, cols, places)
+        low, high = heights(entry, m, rows)
+        order = balanced_order(tile_order(*sizes, int(a), int(b), _L2), *sizes, low, high)
+        consumers = blocks_of_busiest(order, *sizes, low, high) / -(-rows * cols // places)
     pieces = entry.tile_k / entry.promote_k if entry.promote_k else 0.0
     spread, pieces = (pieces, 0.0) if entry.loop_scales == "tile" else (0.0, pieces)
     return (
         entry.tile_n,
-        tile_blocks if mixed else min(entry.consumers, math.ceil(tile_blocks)),
+        consumers,
         entry.split,
         entry.cluster_ctas,
         entry.layout == "widened",

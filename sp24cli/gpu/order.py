@@ -98,31 +98,33 @@ def tile_order(
     )
 
 
+def blocks_of_busiest(
+    order: TileOrder, rows: int, cols: int, clusters: int, low: int, high: int
+) -> int:
+    """Blocks of rows, of a CTA, that the cluster with most has, of balanced tiles (`heights`) in
+    this order."""
+    index = np.arange(rows * cols)
+    group, within = np.divmod(index, order.raster * cols)
+    first = group * order.raster
+    height = np.minimum(order.raster, rows - first)
+    step = within // height
+    row = first + (within - step * height + step * order.skew) % height
+    return int(np.bincount(index % clusters, low + (row < high)).max())
+
+
 @lru_cache(maxsize=4096)
 def balanced_order(
     order: TileOrder, rows: int, cols: int, clusters: int, low: int, high: int
 ) -> TileOrder:
-    """``order`` for balanced tiles (`heights`): so that the cluster with most blocks of rows has as
-    few as can be.
+    """``order`` for balanced tiles, such that the cluster with most blocks of rows has as few as
+    can be.
 
     A cluster takes every ``clusters``-th tile, and in some orders high ones alone. Columns that
     begin each some rows later mix them; else high rows in groups of their own, first.
     """
     if not 0 < high < rows or cols == 1 or rows * cols <= clusters:
         return order
-    index = np.arange(rows * cols)
-
-    def most(raster: int, skew: int) -> int:
-        """Blocks of rows of the cluster that has most."""
-        group, within = np.divmod(index, raster * cols)
-        first = group * raster
-        height = np.minimum(raster, rows - first)
-        step = within // height
-        row = first + (within - step * height + step * skew) % height
-        return int(np.bincount(index % clusters, low + (row < high)).max())
-
-    ways = [(order.raster, skew) for skew in range(min(order.raster, rows))]
+    ways = [replace(order, skew=skew) for skew in range(min(order.raster, rows))]
     if order.raster >= rows:
-        ways.append((high, 0))
-    raster, skew = min(ways, key=lambda way: most(*way))
-    return replace(order, raster=raster, skew=skew, b_once=order.b_once and raster == order.raster)
+        ways.append(replace(order, raster=high, b_once=False))
+    return min(ways, key=lambda way: blocks_of_busiest(way, rows, cols, clusters, low, high))

@@ -3,7 +3,7 @@
 `choose` asks, in this order:
 
 1. a measurement of this very problem, the user's own (``cache``) before the package's (``table``):
-   its fastest kernel;
+   its fastest kernel, unless by 2. one that it lacks, since that is newer, is faster by `_MARGIN`;
 2. the time of every kernel by the model (`gpu/model.py`), corrected by how far the model was off at
    problems alike that either of them has measured (`gpu/correction.py`); the least wins;
 3. the model alone, on a GPU that nothing was measured on.
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from sp24cli.gpu.device import Device
 
 _LOG = logging.getLogger(__name__)
+
+#: Three times what the model, corrected, loses in the mean.
+_MARGIN = 0.02
 
 
 @dataclass(frozen=True)
@@ -175,12 +178,17 @@ class Selector:
         """The kernel for a problem; see the module's head."""
         p = problem
         by_name = {e.name: e for e in candidates(p.type, p.out, p.order, p.summation)}
+        likely = self.times_us(problem)
         for name, row in self._exact.get(problem, ()):
             times = {kernel: us for kernel, us in row.times.items() if kernel in by_name}
             if times:
-                return Choice(by_name[min(times, key=lambda kernel: times[kernel])], name)
-        likely = self.times_us(problem)
-        best = by_name[min(likely, key=lambda kernel: likely[kernel])]
+                fastest = min(times, key=times.__getitem__)
+                lacking = {k: us for k, us in likely.items() if k not in times}
+                if likely[fastest] <= (1 + _MARGIN) * min(lacking.values(), default=math.inf):
+                    return Choice(by_name[fastest], name)
+                likely = lacking
+                break
+        best = by_name[min(likely, key=likely.__getitem__)]
         names = " and ".join(name for name, _ in self._known)
         return Choice(best, f"model, corrected by {names}" if names else "model")
 
