@@ -58,7 +58,8 @@ class Constants:
     ``port`` is a row of 128 bytes of B for a warpgroup, ``a_rows`` how many of these its A is
     like; a full chip runs slower by ``throttle``, relative. ``warpgroup`` is a step of one
     warpgroup whatever its tile, ``widen`` the conversion of its weights, ``flight`` how long a
-    stage is on its way, ``issue`` what the thread that asks for A takes for a stage at least.
+    stage is on its way, ``issue`` what the thread that asks for A takes for a stage at least,
+    ``together`` by how much each further CTA that shares B slows a step, relative.
     ``piece`` is a column of a piece of K whose sum is promoted, ``scale`` one of a piece whose
     scales differ, ``spread`` one whose scales a wgmma spreads. ``l2`` and ``dram`` are rates.
     ``launch`` is a launch, ``late`` what it takes longer if its CTAs find no SM before the launch
@@ -69,31 +70,32 @@ class Constants:
     ``sum_memory`` are the exponents of the smooth maxima: of steps and memory, of L2 and DRAM.
     """
 
-    port: float = 0.5679
-    a_rows: float = 30.14
-    throttle: float = 0.04093
-    warpgroup: float = 23.7
+    port: float = 0.5697
+    a_rows: float = 4.72
+    throttle: float = 0.03096
+    warpgroup: float = 28.7
     widen: float = 14.0
-    flight: float = 1174.0
-    issue: float = 92.38
+    flight: float = 1061.0
+    issue: float = 95.19
+    together: float = 0.04267
     piece: float = 0.96
     scale: float = 0.38
     spread: float = 0.7
-    l2: float = 10660.0
-    dram: float = 5442.0
-    launch: float = 763.0
-    late: float = 324.2
-    several: float = 2278.0
-    wide: float = 3.695
-    latency: float = 583.9
-    column: float = 5.479
-    exchange: float = 295.3
-    sent: float = 11.45
-    sum_time: float = 2.882
-    sum_memory: float = 1.851
+    l2: float = 10120.0
+    dram: float = 5398.0
+    launch: float = 809.2
+    late: float = 235.2
+    several: float = 2304.0
+    wide: float = 2.779
+    latency: float = 504.0
+    column: float = 5.268
+    exchange: float = 261.1
+    sent: float = 12.42
+    sum_time: float = 2.394
+    sum_memory: float = 2.103
 
 
-#: Source: `samples/fit_model.py` over 358 problems timed on an H200 (132 SMs, 700 W): kernels near
+#: Source: `samples/fit_model.py` over 366 problems timed on an H200 (132 SMs, 700 W): kernels near
 #: the fastest are 6.3 % off, root of the mean square. ``widen``, ``piece``, ``scale`` and
 #: ``spread`` are of no kernel among them: of single timings of widened, precise and block-scaled
 #: ones (cuda/README.md).
@@ -221,6 +223,7 @@ def times_us(at: Points, c: Constants = H200) -> Array:
     port = c.port * at.consumers * rows_b * (1 + c.throttle * busy / at.slots)
     wgmma = at.consumers * (c.warpgroup + c.widen * at.widened)
     step = _most([wgmma, port, c.issue / at.stage_blocks, c.flight / at.flying], 4)
+    step *= 1 + c.together * (at.cluster_ctas / at.split - 1)
     # Additions do not overlap with wgmmas.
     step += at.tile_n * (c.piece * at.pieces + c.scale * at.scaled + c.spread * at.spread)
     end = c.column * at.consumers * at.tile_n / at.split

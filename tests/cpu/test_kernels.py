@@ -182,7 +182,7 @@ def test_blocks_without_a_kernel_are_refused() -> None:
         # round more than by clusters of 2.
         (4096, 8192, 8192, {"tile_n": 256, "cluster": 2, "split": 1}),
         # 112 tiles are one round either way, and larger clusters copy less of B.
-        (14336, 256, 4096, {"tile_n": 256, "cluster": 8, "split": 1}),
+        (14336, 256, 4096, {"tile_n": 256, "cluster": 4, "split": 1}),
         # Half a round of whole tiles: two CTAs share K.
         (8192, 128, 8192, {"tile_n": 128, "split": 2}),
         (8192, 64, 8192, {"tile_n": 64, "split": 2}),
