@@ -236,7 +236,9 @@ def most_register(ins: Instruction) -> int:
     width = 1
     if re.search(r"\.128\b|\.MT?88\.4\b", ins.opcode):
         width = 4
-    elif re.search(r"\.64\b|\.WIDE\b", ins.opcode) or ins.opcode == "CS2R":
+    elif re.search(
+        r"^D(ADD|MUL|FMA|SETP)\b|^RET\b|\.F?64\b|\.WIDE\b|\.MT?88\.2\b|^CS2R$", ins.opcode
+    ):
         width = 2
     most = -1
     for inside, register, wide in re.findall(r"(\[?)\bR(\d+)\b(\.64)?", ins.operands):
@@ -261,7 +263,10 @@ def missing_registers(flow: Flow, launched: int) -> list[str]:
         seen.add(state)
         i, count = state
         ins = flow.code[i]
+        if ins.opcode.startswith(("BRX", "JMX")):
+            return [f"{ins.opcode} at {ins.address:#x}: where it leads is not followed"]
         if ins.opcode.startswith("USETMAXREG"):
+            # An attempt that fails is made again at once.
             count = int(ins.operands.rpartition("0x")[2], 16)
         elif most_register(ins) >= count:
             return [

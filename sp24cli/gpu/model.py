@@ -42,8 +42,8 @@ _CLUSTER_SHARE = {4: 120 / 132, 8: 120 / 132}
 #: registers. Source: CUDA C++ Programming Guide, "Compute Capability 9.0".
 _SM_SHARED, _CTA_SHARED, _SM_REGISTERS = 228 << 10, 1 << 10, 1 << 16
 
-#: Bytes of an H200's L2.
-_L2 = 50 << 20
+#: Bytes of an H200's L2, as its driver says (``l2_bytes`` in samples/results).
+_L2 = 60 << 20
 
 _OUT_BYTES = {"f32": 4, "s32": 4, "f16": 2, "bf16": 2}
 
@@ -110,9 +110,9 @@ class Points:
     at once, on SMs that hold ``slots`` CTAs in all; ``steps`` are blocks along K of a tile and part
     of K, of which a stage has ``stage_blocks`` and all stages ``flying``.
     ``a``, ``b`` and ``d`` are the bytes of the whole operands, ``step_a`` what a cluster reads of A
-    in a step. ``consumers`` are the warpgroups that have rows, ``blocks`` those of 64 rows of one,
-    ``pieces`` of a sum a step, ``scaled`` these if their scales differ, ``spread`` others, whose
-    scales a wgmma spreads.
+    in a step. ``consumers`` are the warpgroups that have rows, in the mean of high and low tiles,
+    ``blocks`` those of 64 rows of one, ``pieces`` of a sum a step, ``scaled`` these if their scales
+    differ, ``spread`` others, whose scales a wgmma spreads.
     """
 
     tile_n: Array

@@ -23,6 +23,9 @@ RASTER, RASTER_MOST = 8, 16
 BUSY = 0.9
 FEW_COLUMNS = 128
 
+#: Tiles a cluster from which on a block more or less of one is no matter.
+_MANY_ROUNDS = 64
+
 
 def cluster_rows(entry: Entry | RungEntry, m: int, cols: int, clusters: int) -> int:
     """Rows of tiles of clusters that ``m`` rows of D are cut into; ``cols`` are those along N.
@@ -98,11 +101,14 @@ def tile_order(
     )
 
 
+@lru_cache(maxsize=4096)
 def blocks_of_busiest(
     order: TileOrder, rows: int, cols: int, clusters: int, low: int, high: int
 ) -> int:
     """Blocks of rows, of a CTA, that the cluster with most has, of balanced tiles (`heights`) in
-    this order."""
+    this order; of very many tiles about the mean, which is nearly that."""
+    if rows * cols > _MANY_ROUNDS * clusters:
+        return -(-(rows * low + high) * cols // clusters)
     index = np.arange(rows * cols)
     group, within = np.divmod(index, order.raster * cols)
     first = group * order.raster
@@ -120,11 +126,13 @@ def balanced_order(
     can be.
 
     A cluster takes every ``clusters``-th tile, and in some orders high ones alone. Columns that
-    begin each some rows later mix them; else high rows in groups of their own, first.
+    begin each some rows later mix them; where all rows are one group, so do high rows in a group of
+    their own, first, if it is large enough and leaves one of the others.
     """
-    if not 0 < high < rows or cols == 1 or rows * cols <= clusters:
+    if not 0 < high < rows or cols == 1 or not clusters < rows * cols <= _MANY_ROUNDS * clusters:
         return order
     ways = [replace(order, skew=skew) for skew in range(min(order.raster, rows))]
-    if order.raster >= rows:
-        ways.append(replace(order, raster=high, b_once=False))
+    if order.raster >= rows and high >= max(RASTER, rows - high):
+        a_once = high * cols <= clusters
+        ways.append(replace(order, raster=high, a_once=a_once, b_once=False))
     return min(ways, key=lambda way: blocks_of_busiest(way, rows, cols, clusters, low, high))

@@ -3,7 +3,8 @@
 `choose` asks, in this order:
 
 1. a measurement of this very problem, the user's own (``cache``) before the package's (``table``):
-   its fastest kernel, unless by 2. one that it lacks, since that is newer, is faster by `_MARGIN`;
+   its fastest kernel, unless by 2. one that was not timed there is faster by `_MARGIN` (kernels of
+   which it was plain that they are slow are not, nor are those that are newer than a table);
 2. the time of every kernel by the model (`gpu/model.py`), corrected by how far the model was off at
    problems alike that either of them has measured (`gpu/correction.py`); the least wins;
 3. the model alone, on a GPU that nothing was measured on.
@@ -179,14 +180,16 @@ class Selector:
         p = problem
         by_name = {e.name: e for e in candidates(p.type, p.out, p.order, p.summation)}
         likely = self.times_us(problem)
-        for name, row in self._exact.get(problem, ()):
+        exact = self._exact.get(problem, ())
+        timed = {kernel for _, row in exact for kernel in row.times if kernel in by_name}
+        for name, row in exact:
             times = {kernel: us for kernel, us in row.times.items() if kernel in by_name}
             if times:
                 fastest = min(times, key=times.__getitem__)
-                lacking = {k: us for k, us in likely.items() if k not in times}
-                if likely[fastest] <= (1 + _MARGIN) * min(lacking.values(), default=math.inf):
+                others = {kernel: us for kernel, us in likely.items() if kernel not in timed}
+                if likely[fastest] <= (1 + _MARGIN) * min(others.values(), default=math.inf):
                     return Choice(by_name[fastest], name)
-                likely = lacking
+                likely = others
                 break
         best = by_name[min(likely, key=likely.__getitem__)]
         names = " and ".join(name for name, _ in self._known)

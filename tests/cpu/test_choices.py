@@ -98,19 +98,38 @@ class TestChoose:
             assert by == "model, corrected by table"
             assert (tile(before), tile(after)) == (tile(WIDE), tile(second))
 
-    def test_a_kernel_newer_than_the_measurement_counts_as_the_model_has_it(self):
-        """What the others took says how fast it would be; where it is not faster, they decide."""
+    @pytest.mark.parametrize(
+        ("likely", "want"),
+        [(101.9, (SMALL, "table")), (102.1, (WIDE, "model, corrected by table"))],
+    )
+    def test_a_kernel_that_was_not_timed_must_be_likely_to_be_faster_by_a_margin(
+        self, likely, want, monkeypatch
+    ):
+        """Beside the fastest that was, by the model, whatever the card's own pace is."""
+        times = every({SMALL: 290.0})
+        del times[WIDE]
+        modelled = every({SMALL: likely, WIDE: 100.0})
+        monkeypatch.setattr(Selector, "times_us", lambda self, problem: modelled)
+        assert chosen(HERE, ("table", table((HERE, times)))) == want
+
+    def test_a_kernel_that_was_timed_and_is_slower_is_not_chosen_for_its_likely_time(
+        self, monkeypatch
+    ):
+        other = KERNELS[128, 2]
+        modelled = every({WIDE: 100.0, other: 105.0, SMALL: 110.0})
+        monkeypatch.setattr(Selector, "times_us", lambda self, problem: modelled)
+        times = {
+            name: us for name, us in every({SMALL: 290.0, WIDE: 300.0}).items() if name != other
+        }
+        assert chosen(HERE, ("table", table((HERE, times))))[0] == other
+
+    def test_what_any_table_timed_is_not_left_to_the_model(self):
         likely = Selector(132, ()).times_us(HERE)
-        second = sorted(likely, key=likely.__getitem__)[1]
-        for slower, want in ((1.0, WIDE), (3.0, WIDE), (1.0, second)):
-            times = {name: slower * us for name, us in likely.items()}
-            del times[WIDE if want == WIDE else SMALL]
-            if want != WIDE:
-                times[WIDE] *= 1.2
-            known = table((HERE, times))
-            assert chosen(HERE, ("table", known)) == (
-                (WIDE, "model, corrected by table") if want == WIDE else (second, "table")
-            ), slower
+        shipped = every({SMALL: 290.0}) | {WIDE: 310.0}
+        cached = {name: us for name, us in shipped.items() if name != WIDE}
+        assert likely[WIDE] < likely[SMALL]
+        known = ("cache", table((HERE, cached))), ("table", table((HERE, shipped)))
+        assert chosen(HERE, *known) == (SMALL, "cache")
 
     def test_times_of_other_sums_do_not_count(self):
         known = table((replace(HERE, summation="precise"), {WIDE: 300.0, SMALL: 290.0}))

@@ -10,6 +10,7 @@ from sp24cli.gpu.order import (
     RASTER,
     TileOrder,
     balanced_order,
+    blocks_of_busiest,
     cluster_rows,
     heights,
     tile_order,
@@ -159,6 +160,21 @@ def test_no_cluster_meets_high_tiles_alone(
     for way, want in ((plain, unmixed), (order, most)):
         blocks = [low + (row < high) for row, _ in tiles_in_order(rows, cols, way)]
         assert max(sum(blocks[c::clusters]) for c in range(clusters)) == want
+
+
+def test_high_rows_are_no_group_of_their_own_if_that_reads_b_more_often() -> None:
+    """Groups of fewer rows, or several for those that are left."""
+    plain = TileOrder(16, False, True)
+    for rows, high, raster in ((12, 8, 8), (9, 7, 16), (16, 8, 8), (16, 7, 16), (3, 2, 16)):
+        orders = {balanced_order(plain, rows, cols, 66, 2, high) for cols in range(2, 130)}
+        assert {order.raster for order in orders} == {16, raster}, rows
+        assert all(order.b_once == (order.raster == 16) for order in orders)
+
+
+def test_of_very_many_tiles_none_matters() -> None:
+    plain = TileOrder(8, False, False)
+    assert balanced_order(plain, 1000, 66, 66, 2, 10) is plain
+    assert blocks_of_busiest(plain, 1000, 66, 66, 2, 10) == 2010
 
 
 def test_tiles_of_one_height_keep_their_order() -> None:

@@ -331,6 +331,10 @@ def test_local_memory_and_fences_in_the_loop_over_k_are_found(check: ModuleType)
         ("QGMMA.SP.64x256x64.F32.E4M3.E4M3 R24, gdesc[UR20], R24, R5, gsb0", 151),
         ("HGMMA.SP.64x64x32.F16 R24, gdesc[UR20], R24, R60, gsb0", 60),
         ("HGMMA.64x64x16.F32.BF16 R24, R120, gdesc[UR24], RZ, !UPT, gsb0", 123),
+        ("DADD R4, R6, -R8", 9),
+        ("F2F.F64.F32 R4, R2", 5),
+        ("LDSM.16.M88.2 R4, [R9]", 9),
+        ("RET.REL.NODEC R20 0x0", 21),
         ("BAR.SYNC 0x1, 0x80", -1),
     ],
 )
@@ -356,6 +360,7 @@ def test_a_register_that_a_thread_has_not_is_found(check: ModuleType) -> None:
     assert not listing(check, *kernel, launched=9)  # they are given by eight
     (fault,) = listing(check, *kernel, launched=8)
     assert "R15 at 0x0" in fault and "8 registers" in fault
+    assert "not followed" in listing(check, "BRX R2 -0x10", "EXIT")[0]
     for at, register, have in ((3, 160, 160), (6, 32, 32)):
         wrong = list(kernel)
         wrong[at] = f"MOV R{register}, RZ"

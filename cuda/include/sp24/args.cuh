@@ -30,9 +30,9 @@ struct MapsB {
   X(int32_t, vector_store)    /* D and ldd allow 16-byte stores */                            \
   X(int32_t, raster)          /* cluster rows a group of the tile order */                    \
   X(int32_t, cluster_rows)    /* rows of tiles of clusters */                                 \
-  X(int32_t, tile_blocks)     /* blocks of 64 rows a tile, where tiles are balanced; of the first */ \
-  X(int32_t, high_rows)       /* so many rows of tiles of clusters, one more */               \
-  X(int32_t, skew)            /* rows that a column of tiles begins after the one before, the same */ \
+  X(int32_t, tile_blocks)     /* where tiles are balanced: blocks of 64 rows of a low one */  \
+  X(int32_t, high_rows)       /* so many rows of tiles, the first, have a block more */       \
+  X(int32_t, skew)            /* and rows that each column begins after the one before */     \
   X(int32_t, read_once)       /* bit 0: A is read only once, bit 1: B; first to leave L2 */   \
   X(int32_t, scale_a_rows)    /* rows of A that share scales, where the loop applies them */  \
   X(int32_t, scale_a_steps)   /* wgmma steps along K that share a scale of A, the same */     \

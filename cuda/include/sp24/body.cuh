@@ -305,7 +305,7 @@ __device__ __forceinline__ void consume(const GemmArgs& args, uint32_t shared, u
   // it waits for `full`, and so arrives once a phase, and it reads nothing of the stage.
   // (kGathers: each stage is awaited and released before the next, so the order of ring.cuh holds.)
   const auto pass_over = [&] {
-#pragma unroll(Config::kTall ? 1 : 4)
+#pragma unroll(Config::kTall ? 1 : 4)  // as below: with more, some tall kernels spill
     for (int left = share.blocks; left > 0; left -= Config::kStageBlocks) {
       stages.await(ring, false);
       stages.release(ring.stage);

@@ -113,6 +113,10 @@ struct GemmConfig {
   static constexpr int kPromoteK = Accumulate::kSteps * kTileK / 2;
 
   static_assert(kScaleSlotBytes % 16 == 0, "scales of columns are read by 16 bytes");
+  // (One consumer's launch has registers to spare.)
+  static_assert(kConsumers == 1 || kConsumers * kConsumerRegisters + kProducerRegisters <=
+                                       65536 / kThreads / 8 * 8 * (kConsumers + 1),
+                "what the warpgroups take together is what the launch gave them");
   static_assert(kConsumers == 2 || kTall || (kConsumers <= 4 && kTileN <= 128),
                 "a consumer thread's registers hold its accumulators");
   static_assert(kTileN % 8 == 0 && kTileN <= 256, "what wgmma multiplies");

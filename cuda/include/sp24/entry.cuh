@@ -60,7 +60,8 @@
 #define SP24_REGISTERS(...) __maxnreg__((__VA_ARGS__::kConsumerRegisters))
 #define SP24_DEFINE_GEMM(...) \
   SP24_DEFINE(SP24_GEMM_NAME(__VA_ARGS__), SP24_THREADS, SP24_GEMM_CONFIG(__VA_ARGS__))
-#define SP24_DEFINE_TALL(...) \
+#define SP24_DEFINE_TALL(...)                                \
+  static_assert(SP24_GEMM_CONFIG(__VA_ARGS__)::kTall, "else ptxas is told of its threads"); \
   SP24_DEFINE(SP24_GEMM_NAME(__VA_ARGS__), SP24_REGISTERS, SP24_GEMM_CONFIG(__VA_ARGS__))
 #define SP24_DEFINE_PROMOTED(...) \
   SP24_DEFINE(SP24_PROMOTED_NAME(__VA_ARGS__), SP24_THREADS, SP24_PROMOTED_CONFIG(__VA_ARGS__))
