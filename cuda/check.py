@@ -30,10 +30,11 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 ROOT = Path(__file__).resolve().parent
 #: Of fatbins that were found clean, by a digest of their bytes and of this file, their kernels.
@@ -112,6 +113,21 @@ def run(name: str, *arguments: str | Path, cwd: str) -> str:
     return done.stdout
 
 
+State = TypeVar("State", bound=Hashable)
+
+
+def reached(starts: Iterable[State], following: Callable[[State], Iterable[State]]) -> set[State]:
+    """Every state that some can be followed by, and these."""
+    seen: set[State] = set()
+    work = list(starts)
+    while work:
+        state = work.pop()
+        if state not in seen:
+            seen.add(state)
+            work.extend(following(state))
+    return seen
+
+
 class Flow:
     """The control flow of a function: which instructions can follow each.
 
@@ -141,16 +157,13 @@ class Flow:
 
         A path from tile to tile goes through the wait for all wgmmas, which ends a sum.
         """
-        seen: set[int] = set()
-        work = [start]
-        while work:
-            for i in self.next[work.pop()] - seen:
-                ins = self.code[i]
-                if ins.opcode.startswith("WARPGROUP.DEPBAR") and ins.operands.endswith("0x0"):
-                    continue
-                seen.add(i)
-                work.append(i)
-        return start in seen
+
+        def following(i: int) -> Iterable[int]:
+            ins = self.code[i]
+            drains = ins.opcode.startswith("WARPGROUP.DEPBAR") and ins.operands.endswith("0x0")
+            return () if drains else self.next[i]
+
+        return start in reached(self.next[start], following)
 
 
 #: Opcodes whose first operand is not a register that they write.
@@ -163,6 +176,14 @@ _NO_RESULT = re.compile(
 _GMMA = ("HGMMA", "QGMMA", "IGMMA")
 
 
+def width(opcode: str) -> int:
+    """Registers of an instruction's widest operand, but for addresses and a wgmma's."""
+    if re.search(r"\.128\b|\.MT?88\.4\b", opcode):
+        return 4
+    two = r"^D(ADD|MUL|FMA|SETP)\b|^RET\b|\.F?64\b|\.WIDE\b|\.MT?88\.2\b|^CS2R$"
+    return 2 if re.search(two, opcode) else 1
+
+
 @cache  # many walks pass the same instructions
 def written(ins: Instruction) -> set[int]:
     """The general registers that an instruction other than a wgmma writes."""
@@ -172,12 +193,7 @@ def written(ins: Instruction) -> set[int]:
     first = re.match(r"(?:P[T\d], )?R(\d+)", ins.operands)
     if not first:
         return set()
-    width = 1
-    if re.search(r"\.128\b|\.M88\.4\b", ins.opcode):
-        width = 4
-    elif re.search(r"\.64\b|\.WIDE\b", ins.opcode) or ins.opcode == "CS2R":
-        width = 2
-    return {int(first[1]) + i for i in range(width)}
+    return {int(first[1]) + i for i in range(width(ins.opcode))}
 
 
 def read_late(gmma: Instruction) -> set[int]:
@@ -193,56 +209,53 @@ def read_late(gmma: Instruction) -> set[int]:
 
 
 def overwritten_metadata(flow: Flow) -> list[str]:
-    """Each write to a register of a wgmma in `read_late` before the wait that covers it."""
+    """For each wgmma a write to a register in `read_late` before the wait that covers it, if there
+    is one."""
     faults = []
     for start, gmma in enumerate(flow.code):
-        if not gmma.opcode.startswith(_GMMA):
-            continue
-        late = read_late(gmma)
-        # A group is committed by its last wgmma, the one that names gsb0. The walk carries how many
-        # groups have been committed since this wgmma, its own included.
-        first = 1 if "gsb0" in gmma.operands else 0
-        seen = set()
-        work = [(n, first) for n in flow.next[start]]
-        while work:
-            state = work.pop()
-            if state in seen:
-                continue
-            seen.add(state)
-            i, groups = state
-            ins = flow.code[i]
-            if ins.opcode.startswith(_GMMA):
-                if "gsb0" in ins.operands:
-                    groups = min(groups + 1, 8)
-            elif ins.opcode.startswith("WARPGROUP.DEPBAR"):
-                pending = int(ins.operands.rpartition("0x")[2], 16)
-                if groups > pending:
-                    continue
-            elif overwritten := late & written(ins):
-                # One write is enough to condemn the wgmma.
-                faults.append(
-                    f"R{min(overwritten)} of the wgmma at {gmma.address:#x} is written at "
-                    f"{ins.address:#x} ({ins.opcode} {ins.operands})"
-                )
-                break
-            work.extend((n, groups) for n in flow.next[i])
+        if gmma.opcode.startswith(_GMMA) and (writes := writes_before_wait(flow, start)):
+            ins = writes[0]
+            faults.append(
+                f"R{min(read_late(gmma) & written(ins))} of the wgmma at {gmma.address:#x} is "
+                f"written at {ins.address:#x} ({ins.opcode} {ins.operands})"
+            )
     return faults
+
+
+def writes_before_wait(flow: Flow, start: int) -> list[Instruction]:
+    """What follows the wgmma at ``start`` and writes to one of its registers in `read_late`."""
+    late = read_late(flow.code[start])
+    writes = []
+
+    # A group is committed by its last wgmma, the one that names gsb0. The walk carries how many
+    # groups have been committed since this wgmma, its own included.
+    def following(state: tuple[int, int]) -> Iterable[tuple[int, int]]:
+        i, groups = state
+        ins = flow.code[i]
+        if ins.opcode.startswith(_GMMA):
+            if "gsb0" in ins.operands:
+                groups = min(groups + 1, 8)
+        elif ins.opcode.startswith("WARPGROUP.DEPBAR"):
+            pending = int(ins.operands.rpartition("0x")[2], 16)
+            if groups > pending:
+                return ()
+        elif late & written(ins):
+            writes.append(ins)
+            return ()
+        return [(n, groups) for n in flow.next[i]]
+
+    first = 1 if "gsb0" in flow.code[start].operands else 0
+    reached([(n, first) for n in flow.next[start]], following)
+    return writes
 
 
 @cache
 def most_register(ins: Instruction) -> int:
     """The highest general register that an instruction names, or one of those that follow it in a
-    wider operand; -1 for none. Widths are those of its widest operand, but of addresses."""
-    width = 1
-    if re.search(r"\.128\b|\.MT?88\.4\b", ins.opcode):
-        width = 4
-    elif re.search(
-        r"^D(ADD|MUL|FMA|SETP)\b|^RET\b|\.F?64\b|\.WIDE\b|\.MT?88\.2\b|^CS2R$", ins.opcode
-    ):
-        width = 2
-    most = -1
+    wider operand, all of them taken to be as wide as the widest; -1 for none."""
+    most, widest = -1, width(ins.opcode)
     for inside, register, wide in re.findall(r"(\[?)\bR(\d+)\b(\.64)?", ins.operands):
-        most = max(most, int(register) + (2 if wide else 1 if inside else width) - 1)
+        most = max(most, int(register) + (2 if wide else 1 if inside else widest) - 1)
     sums = re.match(r"[HQI]GMMA\.(?:SP\.)?64x(\d+)x\d+\.(F16)?", ins.opcode)
     if sums:
         first = re.match(r"R(\d+)", ins.operands)
@@ -254,27 +267,27 @@ def most_register(ins: Instruction) -> int:
 def missing_registers(flow: Flow, launched: int) -> list[str]:
     """The first use of a register that its thread has not, if there is one: the launch gives it so
     many, and ``setmaxnreg`` others."""
-    seen = set()
-    work = [(0, -(-launched // STEP) * STEP)]
-    while work:
-        state = work.pop()
-        if state in seen:
-            continue
-        seen.add(state)
+    faults: list[str] = []
+
+    def following(state: tuple[int, int]) -> Iterable[tuple[int, int]]:
         i, count = state
         ins = flow.code[i]
         if ins.opcode.startswith(("BRX", "JMX")):
-            return [f"{ins.opcode} at {ins.address:#x}: where it leads is not followed"]
+            faults.append(f"{ins.opcode} at {ins.address:#x}: where it leads is not followed")
+            return ()
         if ins.opcode.startswith("USETMAXREG"):
             # An attempt that fails is made again at once.
             count = int(ins.operands.rpartition("0x")[2], 16)
         elif most_register(ins) >= count:
-            return [
+            faults.append(
                 f"R{most_register(ins)} at {ins.address:#x} ({ins.opcode} {ins.operands}), where a "
                 f"thread has {count} registers"
-            ]
-        work.extend((n, count) for n in flow.next[i])
-    return []
+            )
+            return ()
+        return [(n, count) for n in flow.next[i]]
+
+    reached([(0, -(-launched // STEP) * STEP)], following)
+    return faults[:1]
 
 
 def check_machine_code(name: str, code: list[Instruction], launched: int) -> list[str]:

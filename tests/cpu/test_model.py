@@ -273,13 +273,18 @@ def test_the_shipped_table_chooses_well() -> None:
     (table,) = (t for t in choices.shipped() if t.gpu == "NVIDIA H200")
     by_name = {e.name: e for e in LOADED}
     rows = [row for row in table.measured if len(row.times) > 1]
-    correction = Correction(rows[::2], SMS)
-    losses = []
-    for row in rows[1::2]:
-        entries = [by_name[name] for name in row.times]
-        chosen = entries[int(correction.times_us(entries, row.problem).argmin())]
-        losses.append(row.times[chosen.name] / row.times[row.kernel] - 1)
-    assert len(losses) > 140
+
+    def losses(correction: Correction) -> list[float]:
+        found = []
+        for row in rows[1::2]:
+            entries = [by_name[name] for name in row.times]
+            chosen = entries[int(correction.times_us(entries, row.problem).argmin())]
+            found.append(row.times[chosen.name] / row.times[row.kernel] - 1)
+        return found
+
+    alone, corrected = losses(Correction([], SMS)), losses(Correction(rows[::2], SMS))
+    assert len(corrected) > 140
+    assert np.mean(corrected) < 0.009
+    assert np.mean(np.array(corrected) > 0.03) < 0.125
     # The model alone: 1.1 % and 13.7 %.
-    assert np.mean(losses) < 0.009
-    assert np.mean(np.array(losses) > 0.03) < 0.125
+    assert np.mean(corrected) < 0.85 * np.mean(alone)
