@@ -138,10 +138,10 @@ def tiles_in_order(rows: int, cols: int, order: TileOrder) -> list[tuple[int, in
     [
         (4096, 8192, 8192, 12, 16, 18),
         (8192, 4096, 28672, 8, 16, 16),
-        (28672, 4096, 8192, 8, 56, 56),
+        (28672, 4096, 8192, 10, 55, 56),  # groups of two rows more
         (4096, 4096, 4096, 8, 8, 9),  # groups of the high rows and of the low ones
         (5000, 5000, 5000, 16, 13, 14),
-        (11008, 4096, 4096, 8, 22, 22),
+        (11008, 4096, 4096, 10, 21, 22),
     ],
 )
 def test_no_cluster_meets_high_tiles_alone(
@@ -154,7 +154,7 @@ def test_no_cluster_meets_high_tiles_alone(
     plain = tile_order(rows, cols, clusters, m * k * 5 // 8, n * k, L2)
     order = balanced_order(plain, rows, cols, clusters, low, high)
     assert order.raster == raster
-    assert order.b_once <= (rows <= raster)
+    assert not order.b_once  # high tiles and low ones do not read a column at once
     tiles = tiles_in_order(rows, cols, order)
     assert sorted(tiles) == [(r, c) for r in range(rows) for c in range(cols)]
     for way, want in ((plain, unmixed), (order, most)):
@@ -168,7 +168,7 @@ def test_high_rows_are_no_group_of_their_own_if_that_reads_b_more_often() -> Non
     for rows, high, raster in ((12, 8, 8), (9, 7, 16), (16, 8, 8), (16, 7, 16), (3, 2, 16)):
         orders = {balanced_order(plain, rows, cols, 66, 2, high) for cols in range(2, 130)}
         assert {order.raster for order in orders} == {16, raster}, rows
-        assert all(order.b_once == (order.raster == 16) for order in orders)
+        assert not any(order.b_once for order in orders - {plain})
 
 
 def test_of_very_many_tiles_none_matters() -> None:
