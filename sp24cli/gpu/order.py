@@ -16,9 +16,9 @@ from sp24cli.optypes import BLOCK_ROWS
 #: of 8, groups of 33 are 4 %, those of 16 half a percent; at 8192x4096x28672 8, 11 and 16 differ in
 #: nothing. Of tiles of 192 rows, a third more of A: there 8 take 804 us, 16 808, 4 817.
 RASTER, RASTER_MOST = 8, 16
-#: Groups that balanced tiles may have instead, if a cluster has fewer blocks of rows then. At
-#: 28672x4096x8192 10 or 6 leave the busiest 55 of them, 8 leave 56: 1.230 M cycles for 1.247, 820 us
-#: burst for 828.
+#: Groups that balanced tiles may have instead, if the busiest cluster has fewer blocks of rows
+#: then. At 28672x4096x8192 10 or 6 leave it 55 of them, 8 leave 56: 1.230 M cycles for 1.247, 820
+#: us burst for 828.
 NEAR_RASTER = (10, 6, 9, 7)
 #: Measured on an H200 (e4m3): where 28 of 30 clusters were busy, balanced tiles in all 30 made
 #: 28672x64x8192 2 % slower, and 14336x128x4096 by tiles of 64 columns 10 %; where 19 were,
@@ -132,8 +132,8 @@ def balanced_order(
     A cluster takes every ``clusters``-th tile, and in some orders high ones alone. Columns that
     begin each some rows later mix them; where all rows are one group, so do high rows in a group of
     their own, first, if it is large enough and leaves one of the others; where they are not, groups
-    of a few rows more or less. High tiles take longer for a block along K than low ones, so what B's
-    columns are read by is not read at once.
+    of a few rows more or less. High tiles are slower along K than low ones, so those of a column do
+    not read B at once.
     """
     if not 0 < high < rows or cols == 1 or not clusters < rows * cols <= _MANY_ROUNDS * clusters:
         return order

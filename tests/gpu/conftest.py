@@ -25,6 +25,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.gpu)
         # With --dist loadgroup a worker keeps to few fatbins: a sanitizer takes long to load one.
         entry = item.callspec.params.get("entry") if hasattr(item, "callspec") else None
-        if fatbin := getattr(entry, "fatbin", ""):  # none where a folder of kernels has none to test
+        # An empty list of kernels gives a parameter that is none of them.
+        if fatbin := getattr(entry, "fatbin", ""):
             part = f"{fatbin} {getattr(entry, 'out_type', '')} {getattr(entry, 'order', '')}"
             item.add_marker(pytest.mark.xdist_group(part))

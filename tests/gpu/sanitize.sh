@@ -4,6 +4,7 @@
 # runs its own build (see kArrivingLanes in cuda/include/sp24/config.cuh), which is made if need be.
 #   [JOBS=8] [ONLY='gemm_e4m3 and not row64'] tests/gpu/sanitize.sh PYTHON [memcheck|racecheck ...]
 # JOBS tests run side by side (pytest-xdist); ONLY is a pytest expression that narrows them down.
+# A test of many tiles takes minutes under racecheck.
 set -euo pipefail
 python=$1
 shift
@@ -22,7 +23,7 @@ for tool in "$@"; do
   SP24_KERNELS=$kernels SP24_REQUIRE_GPU=1 SP24_RUNS=1 compute-sanitizer --tool "$tool" --error-exitcode 99 \
     --target-processes all "$python" -m pytest tests/gpu/test_gemm.py tests/gpu/test_pack.py \
     tests/gpu/test_ladder.py tests/gpu/test_tune.py tests/gpu/test_promoted.py tests/gpu/test_widened.py \
-    tests/gpu/test_convert.py tests/gpu/test_activations.py -q -p no:cacheprovider --maxfail=20 \
+    tests/gpu/test_convert.py tests/gpu/test_activations.py -q -p no:cacheprovider --maxfail=20 --timeout=900 \
     ${JOBS:+--numprocesses=$JOBS --dist=loadgroup -p no:benchmark} \
     -k "((small_integers and (192x256x1280 or 65x300x1412)) or image or (number_of_blocks and (bf16_nm or f32_mn)) or (many_rows and e4m3_bf16_nm) or \
     (balanced and (e4m3_bf16_nm or f16_f32_mn)) or \

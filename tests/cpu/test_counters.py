@@ -1,0 +1,79 @@
+"""The script that shows what the hardware counts, as far as it goes without a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from sp24cli.bench.reading import read_result
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "samples" / "results"
+#: As ncu writes it: a line of its own, the headings, the units, a row a kernel.
+CSV = """==PROF== Connected to process 1
+"ID","Kernel Name","sm__cycles_elapsed.avg",\
+"sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed","dram__bytes_read.sum",\
+"dram__bytes_write.sum","l1tex__m_xbar2l1tex_read_bytes.sum","gpu__time_duration.sum"
+"","","cycle","%","byte","byte","byte","ns"
+"0","gemm_a","1,234.50","68.15","212,000,000","52,600,000","2,282,619,136","239,744"
+"1","sm90_b","2,000","91.38","1,000,000","0","5,000,000","1,500"
+"""
+SAID = """launched 4096x8192x8192|sp24|gemm_a
+==PROF== Profiling
+launched 4096x8192x8192|cuSPARSELt id 21 mn|id 21 of 24
+"""
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("counters", ROOT / "samples/counters.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_rows_of_ncu_are_of_what_was_launched(script: ModuleType) -> None:
+    ours, peer = script.counted(CSV, SAID)
+    assert (ours["shape"], ours["label"], ours["kernel"]) == ("4096x8192x8192", "sp24", "gemm_a")
+    assert (ours["cycles"], ours["tensor cores busy, %"]) == (1234.5, 68.15)
+    assert (ours["DRAM read, MB"], ours["DRAM written, MB"]) == (212.0, 52.6)
+    assert (ours["L2 to SMs, MB"], ours["us"]) == (2282.619136, 239.744)
+    assert (peer["label"], peer["detail"]) == ("cuSPARSELt id 21 mn", "id 21 of 24")
+    assert (peer["us"], peer["DRAM written, MB"]) == (1.5, 0.0)
+
+
+def test_a_product_of_two_kernels_is_no_row(script: ModuleType) -> None:
+    with pytest.raises(SystemExit, match="ncu saw 2 kernels of 1 products"):
+        script.counted(CSV, SAID.splitlines()[0])
+
+
+def test_the_table_that_stands_in_the_results_is_of_the_counts_beside_it(
+    script: ModuleType,
+) -> None:
+    name = RESULTS / "h200-2026-11-30-counters-e4m3"
+    document = json.loads(name.with_suffix(".json").read_text())
+    assert script.table(document) == name.with_suffix(".md").read_text()
+    assert len({row["shape"] for row in document["rows"]}) == 9
+
+
+def test_beside_ours_stand_the_fastest_algorithm_and_the_dense_one(script: ModuleType) -> None:
+    """Of 28672x4096x8192, where nm leads in the burst and mn is the faster one sustained."""
+    cases = read_result(str(RESULTS / "h200-2026-11-30-llm-e4m3.json")).cases
+    case = next(c for c in cases if str(c.shape) == "28672x4096x8192")
+    asked: list[object] = []
+
+    def sparse(library: object, order: str, number: int) -> str:
+        asked.append((library, order, number))
+        return "sparse"
+
+    peers = SimpleNamespace(sparse=sparse, dense=lambda library: None)
+    both = SimpleNamespace(cusparselt="lt", cublaslt="blas")
+    assert script.beside(case, peers, both) == ["sparse"]  # cuBLASLt refused
+    assert asked == [("lt", "mn", 21)]
+    neither = SimpleNamespace(cusparselt=None, cublaslt=None)
+    assert script.beside(case, peers, neither) == []
