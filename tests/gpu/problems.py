@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -45,6 +45,10 @@ SHAPES = [
 #: A value beside small ones that makes the tensor scale a power of two, so that codes are exactly
 #: the values, or these times another.
 ANCHOR = {"e4m3": 448, "e5m2": 28, "s8": 127}
+
+#: Problems that a process keeps. Tests of one size follow one another, by type; those of balanced
+#: tiles hold 400 MB each, and fifteen processes that kept all of theirs would not fit 128 GB.
+KEPT = 8
 
 #: Values that every type holds exactly: three significant bits.
 EXACT = np.array([1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28], np.float32)
@@ -108,7 +112,7 @@ def anchored(dense: Array, optype: OperandType) -> Array:
     return dense
 
 
-@cache
+@lru_cache(KEPT)
 def integers(types: str, m: int, n: int, k: int, scale: str = "tensor") -> Problem:
     """Small integers: every partial sum is exact in the tensor core (in f16, too: below 2048), so
     D is. ``types`` is a name of `optypes.OPERANDS`, ``scale`` as for `spread`."""
@@ -119,7 +123,7 @@ def integers(types: str, m: int, n: int, k: int, scale: str = "tensor") -> Probl
     return _problem(spread(make_packed(anchored(dense, a), a.name, "tensor"), scale), x)
 
 
-@cache
+@lru_cache(KEPT)
 def normal(types: str, m: int, n: int, k: int, scale: str = "vector") -> Problem:
     """Random normal values pruned by magnitude; activations of s8 over its whole range."""
     a, b = OPERANDS[types].a, OPERANDS[types].b

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
+from functools import lru_cache
 
 import numpy as np
 import pytest
@@ -47,7 +47,7 @@ SCALED = [e for e in manifest.load().entries if e.loop_scales != "none"]
 EVERY_SCALED = pytest.mark.parametrize("entry", SCALED, ids=lambda e: e.name)
 
 
-@cache
+@lru_cache(2 * len(BLOCKS))
 def scaled_problem(
     type_name: str, m: int, n: int, k: int, block: tuple[int, int] | None, scale_k: int
 ) -> tuple[problems.Problem, problems.Array]:
@@ -68,7 +68,7 @@ def scaled_problem(
     return problems.Problem(packed, whole.x, a, exact, exact), scale_b
 
 
-@cache
+@lru_cache(problems.KEPT)
 def random_problem(
     type_name: str, m: int, n: int, k: int, rows: int, columns: int
 ) -> tuple[problems.Problem, problems.Array]:
