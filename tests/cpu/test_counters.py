@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from sp24cli.bench.rates import Shape
 from sp24cli.bench.reading import read_result
+from tests.cpu.benchdevice import libraries, simulate
+from tests.cpu.benchresult import BEST, DEFAULT, DENSE, OURS, case, row
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "samples" / "results"
@@ -77,3 +81,31 @@ def test_beside_ours_stand_the_fastest_algorithm_and_the_dense_one(script: Modul
     assert asked == [("lt", "mn", 21)]
     neither = SimpleNamespace(cusparselt=None, cublaslt=None)
     assert script.beside(case, peers, neither) == []
+
+
+def test_each_is_launched_once_between_the_marks(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By a device of host memory: once before, so that nothing is loaded while ncu counts."""
+    shape = Shape(256, 16, 512)
+    best = replace(BEST, detail="id 1 of 2", order="mn")
+    times = {("nm", None): 20.0, ("mn", None): 20.0, ("nm", 1): 14.0, ("mn", 1): 13.0}
+    device = simulate(monkeypatch)
+    libraries(monkeypatch, dense=30.0, sparse=(times,))
+    monkeypatch.setattr(script.Device, "open", lambda: device)
+    for mark in ("Start", "Stop"):
+        monkeypatch.setattr(
+            script.driver, f"cuProfiler{mark}", lambda mark=mark: device.log.append(mark)
+        )
+    rows = (row(role, shape, 10.0, 12.0) for role in (OURS, DENSE, DEFAULT, best))
+    script.launch((case(shape, *rows),))
+    sparse, dense = ("mn", 1), ("nm", None)
+    assert device.log == [
+        step for who in ("sp24", sparse, dense) for step in (who, "Start", who, "Stop")
+    ]
+    assert capsys.readouterr().out.splitlines() == [
+        "launched 256x16x512|sp24|kernel_of_choice",
+        "launched 256x16x512|cuSPARSELt id 1 mn|id 1 of 2",
+        "launched 256x16x512|cuBLASLt dense|heuristic's first",
+    ]
+    assert not device.buffers

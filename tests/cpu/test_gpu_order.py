@@ -171,6 +171,14 @@ def test_high_rows_are_no_group_of_their_own_if_that_reads_b_more_often() -> Non
         assert not any(order.b_once for order in orders - {plain})
 
 
+def test_groups_of_other_sizes_say_anew_whether_a_is_read_once() -> None:
+    """Ten rows by six columns, or by sixteen, of 66 clusters."""
+    six = balanced_order(TileOrder(8, True, False), 12, 6, 66, 2, 9)
+    assert (six.raster, six.a_once) == (10, True)
+    sixteen = balanced_order(TileOrder(8, True, False), 78, 16, 66, 2, 68)
+    assert (sixteen.raster, sixteen.a_once) == (10, False)
+
+
 def test_of_very_many_tiles_none_matters() -> None:
     plain = TileOrder(8, False, False)
     assert balanced_order(plain, 1000, 66, 66, 2, 10) is plain
