@@ -22,10 +22,10 @@ from sp24cli.kernels.manifest import Entry, load
 Array = npt.NDArray[Any]
 
 #: Over what problems are alike: octaves of cluster rows, of columns of tiles, of steps, of rounds
-#: and of the share of the places that are taken; columns of padding by those of a tile; and whether
-#: more than half of the SMs' room is taken. These and the next were chosen by cross-validation over
-#: what `samples/fit_model.py` reads.
-_ALIKE = np.array([1.3, 5.1, 1.5, 4.5, 0.5, 2.2, 0.86])
+#: and of the share of the places that are taken; columns of padding by those of a tile; whether
+#: more than half of the SMs' room is taken; and octaves of the bytes of all operands by the model's
+#: time. These and the next were chosen by cross-validation over what `samples/fit_model.py` reads.
+_ALIKE = np.array([1.3, 5.1, 1.5, 2.2, 0.5, 2.2, 0.86, 2.1])
 
 #: Deviations, relative: of a kernel from the model beside others, of the mean of that, and of a
 #: measurement, which counts the less the slower the kernel was beside the fastest, by this share.
@@ -61,6 +61,7 @@ def _features(at: Points) -> Array:
             np.log2(at.tiles / at.places / rounds),
             at.cols - at.n / at.tile_n,
             at.busy > at.slots / 2,
+            np.log2((at.a + at.b + at.d) / times_us(at)),
         ],
         axis=1,
     )
