@@ -15,6 +15,7 @@ import csv
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -33,6 +34,7 @@ from sp24cli.bench.problem import random_tokens, random_weight
 from sp24cli.bench.reading import read_result
 from sp24cli.bench.result import CaseResult
 from sp24cli.bench.run import Libraries, environment, open_libraries
+from sp24cli.errors import Sp24Error
 from sp24cli.gpu.device import Device
 from sp24cli.optypes import OPERANDS
 from sp24cli.scaling import ScaleSpec
@@ -59,9 +61,15 @@ def main() -> None:
     parser.add_argument("--md", type=Path, help="write the table here")
     parser.add_argument("--launch", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.launch:
-        launch(read_result(options.bench).cases)
-        return
+    try:
+        cases = read_result(options.bench).cases
+        if options.launch:
+            launch(cases)
+            return
+    except Sp24Error as error:
+        sys.exit(f"counters: {error}")
+    if shutil.which("ncu") is None:
+        sys.exit("counters: ncu (Nsight Compute) is not on the PATH")
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "counts.csv"
         counters = ",".join(counter for _, counter, _ in COLUMNS)

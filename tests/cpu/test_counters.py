@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from dataclasses import replace
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -14,8 +12,9 @@ from sp24cli.bench.rates import Shape
 from sp24cli.bench.reading import read_result
 from tests.cpu.benchdevice import libraries, simulate
 from tests.cpu.benchresult import BEST, DEFAULT, DENSE, OURS, case, row
+from tests.cpu.console import ROOT
+from tests.cpu.scripts import script_module
 
-ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "samples" / "results"
 #: As ncu writes it: a line of its own, the headings, the units, a row a kernel.
 CSV = """==PROF== Connected to process 1
@@ -34,11 +33,7 @@ launched 4096x8192x8192|cuSPARSELt id 21 mn|id 21 of 24
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("counters", ROOT / "samples/counters.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script_module("samples/counters.py")
 
 
 def test_rows_of_ncu_are_of_what_was_launched(script: ModuleType) -> None:
@@ -109,3 +104,17 @@ def test_each_is_launched_once_between_the_marks(
         "launched 256x16x512|cuBLASLt dense|heuristic's first",
     ]
     assert not device.buffers
+
+
+def test_a_file_that_is_no_result_and_an_absent_ncu_are_one_line(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(script.shutil, "which", lambda name: None)
+    monkeypatch.setattr(script.sys, "argv", ["counters.py", "no-such.json"])
+    with pytest.raises(SystemExit, match=r"^counters: no-such\.json: "):
+        script.main()
+    monkeypatch.setattr(
+        script.sys, "argv", ["counters.py", str(RESULTS / "h200-2026-11-30-llm-e4m3.json")]
+    )
+    with pytest.raises(SystemExit, match=r"^counters: ncu \(Nsight Compute\) is not on the PATH$"):
+        script.main()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from dataclasses import replace
 from types import ModuleType
@@ -15,18 +14,14 @@ from sp24cli.cli.main import COMMANDS
 from sp24cli.packed import PackInfo
 from sp24cli.scaling import ScaleSpec
 from tests.cpu.console import ROOT
+from tests.cpu.scripts import script_module
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 
 
 def generator() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_cli", ROOT / "docs" / "make_cli.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script_module("docs/make_cli.py")
 
 
 def test_the_reference_is_that_of_the_help() -> None:

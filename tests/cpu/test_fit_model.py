@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -15,18 +14,14 @@ from sp24cli.bench.problem import select_shapes
 from sp24cli.gpu.model import H200, Constants, Points, times_us
 from sp24cli.gpu.select import candidates
 from sp24cli.kernels.choices import Measured, Problem, Table, from_text, to_text
+from tests.cpu.scripts import script_module
 
-ROOT = Path(__file__).parents[2]
 SMS = 132
 
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("fit_model", ROOT / "samples/fit_model.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script_module("samples/fit_model.py")
 
 
 def measured(constants: Constants, count: int, type_name: str = "e4m3") -> list[Measured]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import struct
 import subprocess
 import sys
@@ -29,19 +28,15 @@ from sp24cli.kernels import manifest
 from sp24cli.kernels.choices import Problem
 from sp24cli.optypes import OPERANDS
 from sp24cli.scaling import ScaleSpec
+from tests.cpu.console import ROOT
+from tests.cpu.scripts import script_module
 
-ROOT = Path(__file__).parents[2]
 LOADED = manifest.load()
 
 
 @pytest.fixture(scope="module")
 def check() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("check_kernels", ROOT / "cuda" / "check.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return script_module("cuda/check.py")
 
 
 def test_fatbins_match_their_sources_and_keep_the_rules() -> None:
