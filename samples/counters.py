@@ -26,8 +26,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from cuda.bindings import driver
-
 from sp24cli.bench.candidates import Candidate, Operands, Ours, Peers
 from sp24cli.bench.check import dense_codes
 from sp24cli.bench.problem import random_tokens, random_weight
@@ -36,6 +34,7 @@ from sp24cli.bench.result import CaseResult
 from sp24cli.bench.run import Libraries, environment, open_libraries
 from sp24cli.errors import Sp24Error
 from sp24cli.gpu.device import Device
+from sp24cli.gpu.driver import api, check
 from sp24cli.optypes import OPERANDS
 from sp24cli.scaling import ScaleSpec
 
@@ -98,6 +97,8 @@ def launch(cases: tuple[CaseResult, ...]) -> None:
         libraries = open_libraries(device, libraries_open, wanted=True)
         for case in cases:
             types, shape = OPERANDS[case.type], case.shape
+            if types.widened:
+                raise Sp24Error(f"{shape} {case.type}: no peer multiplies widened weights")
             scale = ScaleSpec("tensor" if types.a.scaled else "none")
             packed = random_weight(shape.m, shape.k, types.a, scale, SEED, WORKERS)
             tokens = random_tokens(shape.n, shape.k, types.b, SEED, WORKERS)
@@ -110,10 +111,10 @@ def launch(cases: tuple[CaseResult, ...]) -> None:
                     stack.callback(candidate.free)
                     candidate.enqueue(0)
                     device.synchronize()
-                    driver.cuProfilerStart()
+                    check(api().cuProfilerStart())
                     candidate.enqueue(0)
                     device.synchronize()
-                    driver.cuProfilerStop()
+                    check(api().cuProfilerStop())
                     role = candidate.role
                     print(MARK, f"{shape}|{role.label}|{role.detail}", flush=True)
 

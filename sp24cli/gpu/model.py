@@ -96,7 +96,7 @@ class Constants:
 
 
 #: Source: `samples/fit_model.py` over 366 problems timed on an H200 (132 SMs, 700 W): kernels near
-#: the fastest are 6.3 % off, root of the mean square. ``widen``, ``piece``, ``scale`` and
+#: the fastest are 6.2 % off, root of the mean square. ``widen``, ``piece``, ``scale`` and
 #: ``spread`` are of no kernel among them: of single timings of widened, precise and block-scaled
 #: ones (cuda/README.md).
 H200 = Constants()

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 
-#: Three times what the model, corrected, loses in the mean.
+#: Three to four times what the model, corrected, loses in the mean.
 _MARGIN = 0.02
 
 

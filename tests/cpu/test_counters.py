@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from types import ModuleType, SimpleNamespace
 
 import pytest
 
 from sp24cli.bench.rates import Shape
 from sp24cli.bench.reading import read_result
+from sp24cli.errors import Sp24Error
 from tests.cpu.benchdevice import libraries, simulate
 from tests.cpu.benchresult import BEST, DEFAULT, DENSE, OURS, case, row
 from tests.cpu.console import ROOT
@@ -88,10 +90,13 @@ def test_each_is_launched_once_between_the_marks(
     device = simulate(monkeypatch)
     libraries(monkeypatch, dense=30.0, sparse=(times,))
     monkeypatch.setattr(script.Device, "open", lambda: device)
-    for mark in ("Start", "Stop"):
-        monkeypatch.setattr(
-            script.driver, f"cuProfiler{mark}", lambda mark=mark: device.log.append(mark)
-        )
+
+    def profiler(mark: str) -> tuple[SimpleNamespace]:
+        device.log.append(mark)
+        return (SimpleNamespace(value=0),)
+
+    calls = {f"cuProfiler{mark}": partial(profiler, mark) for mark in ("Start", "Stop")}
+    monkeypatch.setattr(script, "api", lambda: SimpleNamespace(**calls))
     rows = (row(role, shape, 10.0, 12.0) for role in (OURS, DENSE, DEFAULT, best))
     script.launch((case(shape, *rows),))
     sparse, dense = ("mn", 1), ("nm", None)
@@ -104,6 +109,9 @@ def test_each_is_launched_once_between_the_marks(
         "launched 256x16x512|cuBLASLt dense|heuristic's first",
     ]
     assert not device.buffers
+    widened = replace(case(shape, row(OURS, shape, 10.0, 12.0)), type="e4m3_bf16")
+    with pytest.raises(Sp24Error, match=r"^256x16x512 e4m3_bf16: no peer multiplies widened"):
+        script.launch((widened,))
 
 
 def test_a_file_that_is_no_result_and_an_absent_ncu_are_one_line(

@@ -4,7 +4,7 @@
 # runs its own build (see kArrivingLanes in cuda/include/sp24/config.cuh), which is made if need be.
 #   [JOBS=8] [ONLY='gemm_e4m3 and not row64'] tests/gpu/sanitize.sh PYTHON [memcheck|racecheck ...]
 # JOBS tests run side by side (pytest-xdist); ONLY is a pytest expression that narrows them down.
-# A test of many tiles takes minutes under racecheck.
+# A test of many tiles may take minutes under racecheck.
 set -euo pipefail
 python=$1
 shift
