@@ -131,7 +131,7 @@ def _tuned(
             for ours in kernels:
                 us = instrument.quick_us(ours, _REPEATS)
                 times[ours.kernel.name] = min(us, times.get(ours.kernel.name, us))
-    return TunedCase(Measured(problem, times), choice.kernel.name, choice.by)
+    return TunedCase(Measured.of(problem, times), choice.kernel.name, choice.by)
 
 
 def _agree(

@@ -185,7 +185,7 @@ class Selector:
         for name, row in exact:
             times = {kernel: us for kernel, us in row.times.items() if kernel in by_name}
             if times:
-                fastest = min(times, key=times.__getitem__)
+                fastest = Measured(problem, times).kernel
                 others = {kernel: us for kernel, us in likely.items() if kernel not in timed}
                 if likely[fastest] <= (1 + _MARGIN) * min(others.values(), default=math.inf):
                     return Choice(by_name[fastest], name)
