@@ -41,13 +41,16 @@ SUITES: dict[str, tuple[Shape, ...]] = {
 }
 
 #: Names of all suites; see `suite`.
-SUITE_NAMES = (*SUITES, "select30", "grid", "fit")
+SUITE_NAMES = (*SUITES, "select30", "grid", "fit", "fit-few")
 
 #: The largest weight and output of made-up suites, in elements: what takes seconds to make.
 _MOST_ELEMENTS = 1 << 28
 
-#: Shapes of the suite ``fit``.
-_FIT_SHAPES = 200
+#: Shapes of the suites ``fit`` and ``fit-few``.
+_FIT_SHAPES, _FEW_SHAPES = 300, 50
+
+#: The largest sides of drawn shapes, and of those of few tokens.
+_MOST, _MOST_FEW = Shape(28672, 8192, 16384), Shape(8192, 64, 8192)
 
 #: Rows drawn from one random stream; part of what a seed means, so not to be tuned.
 _STREAM_ROWS = 64
@@ -56,14 +59,17 @@ _STREAM_ROWS = 64
 def suite(name: str, seed: int) -> tuple[Shape, ...]:
     """The shapes of a suite.
 
-    ``grid`` and ``fit`` are what the table of kernels is measured on, usual shapes and others,
-    ``select30`` thirty that are in neither, to check the choice of kernels with; which ones depends
-    on the seed.
+    ``grid``, ``fit`` and ``fit-few`` are what the table of kernels is measured on: usual shapes,
+    others, and more of few tokens, where microseconds hang on small differences. ``select30`` are
+    thirty that are in none of them, to check the choice of kernels with; which ones depends on the
+    seed.
     """
     if name == "grid":
         return grid_shapes()
     if name == "fit":
         return fit_shapes(_FIT_SHAPES, seed)
+    if name == "fit-few":
+        return few_shapes(_FEW_SHAPES, seed)
     if name == "select30":
         return select_shapes(30, seed)
     return SUITES[name]
@@ -83,6 +89,10 @@ def grid_shapes() -> tuple[Shape, ...]:
 def select_shapes(count: int, seed: int) -> tuple[Shape, ...]:
     """``count`` shapes that are not of the grid: M a multiple of 64 from 1024 to 28672, N any
     number to 8192, K a multiple of 128 from 1024 to 16384, all drawn evenly in their logarithm."""
+    return _drawn(count, seed, _MOST)
+
+
+def _drawn(count: int, seed: int, most: Shape) -> tuple[Shape, ...]:
     rng = random.Random(seed)
 
     def draw(low: int, high: int, step: int) -> int:
@@ -91,7 +101,7 @@ def select_shapes(count: int, seed: int) -> tuple[Shape, ...]:
     grid = set(grid_shapes())
     found: dict[Shape, None] = {}
     while len(found) < count:
-        shape = Shape(draw(1024, 28672, 64), draw(1, 8192, 1), draw(1024, 16384, 128))
+        shape = Shape(draw(1024, most.m, 64), draw(1, most.n, 1), draw(1024, most.k, 128))
         if shape not in grid and _makable(shape):
             found[shape] = None
     return tuple(found)
@@ -101,6 +111,13 @@ def fit_shapes(count: int, seed: int) -> tuple[Shape, ...]:
     """``count`` shapes drawn as `select_shapes` does, but none that this seed gives there."""
     kept = set(select_shapes(30, seed))
     drawn = select_shapes(count + len(kept), seed + 1)
+    return tuple(shape for shape in drawn if shape not in kept)[:count]
+
+
+def few_shapes(count: int, seed: int) -> tuple[Shape, ...]:
+    """``count`` more, of up to 64 tokens, 8192 rows and K of 8192, likewise."""
+    kept = {*select_shapes(30, seed), *fit_shapes(_FIT_SHAPES, seed)}
+    drawn = _drawn(count + len(kept), seed + 2, _MOST_FEW)
     return tuple(shape for shape in drawn if shape not in kept)[:count]
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from sp24cli.scaling import ScaleKind
 
 #: The suites of bench/problem.py; the first is what is timed when nothing is named.
-SUITES = ("llm", "select30", "grid", "fit")
+SUITES = ("llm", "select30", "grid", "fit", "fit-few")
 
 #: Endings of --plot.
 PLOTS = ("svg", "png", "html")
@@ -88,7 +88,7 @@ def _file_option(name: str, what: str) -> Callable[[Any], Any]:
     type=click.Choice(SUITES),
     help="Time the shapes of large language models (llm; the default when nothing is named), "
     "30 made from the seed to check the choice of kernels (select30), or those that the table of "
-    "kernels is made from (grid, fit).",
+    "kernels is made from (grid, fit, fit-few).",
 )
 @click.option(
     "--n",

@@ -324,8 +324,8 @@ class TestSuites:
 
     def test_those_to_fit_to_are_none_of_the_thirty(self, monkeypatch):
         shapes = suite("fit", 24)
-        assert len(set(shapes)) == 200
-        assert shapes == fit_shapes(200, 24) != fit_shapes(200, 25)
+        assert len(set(shapes)) == 300
+        assert shapes == fit_shapes(300, 24) != fit_shapes(300, 25)
         assert not set(shapes) & {*suite("select30", 24), *grid_shapes()}
         # Also where the two seeds give the same.
         drawn = select_shapes(40, 25)
@@ -333,6 +333,19 @@ class TestSuites:
             problem, "select_shapes", lambda count, seed: drawn[:count] if seed == 25 else drawn[:3]
         )
         assert fit_shapes(20, 24) == drawn[3:23]
+
+    def test_those_of_few_tokens_are_in_no_other_suite(self, monkeypatch):
+        shapes = suite("fit-few", 24)
+        assert len(set(shapes)) == 50
+        assert shapes == suite("fit-few", 24) != suite("fit-few", 25)
+        for name in ("select30", "grid", "fit"):
+            assert not set(shapes) & set(suite(name, 24))
+        for shape in shapes:
+            assert shape.m <= 8192 and shape.n <= 64 and shape.k <= 8192
+        # Also where the seeds give the same.
+        kept = shapes[0], shapes[5]
+        monkeypatch.setattr(problem, "fit_shapes", lambda count, seed: kept)
+        assert suite("fit-few", 24)[:48] == tuple(s for s in shapes if s not in kept)
 
     def test_the_grid_holds_the_models_shapes_once(self):
         grid = grid_shapes()
