@@ -2,7 +2,7 @@
 
     sp24 bench --tune --suite fit --type e4m3 --json e4m3.json
     sp24 bench --tune --suite fit --type f16 --json f16.json
-    python samples/fit_model.py e4m3.json f16.json --test select30.json
+    python samples/fit_model.py e4m3.json few.json f16.json --test select30.json
 
 Prints the constants as they stand in `Constants`, and how far the kernels that would be chosen are
 from the fastest: by the model, and by the model corrected by the other nine tenths of the problems
