@@ -201,10 +201,20 @@ class Instrument:
         ``repeats`` graphs on a warm chip. One that takes more than ``hopeless_us`` at first is
         not repeated."""
         ready = self._prepare(work, hopeless_us)
-        times = [ready.graph_ms]
-        if ready.us <= hopeless_us:
-            times = [self._time(ready.graph) for _ in range(repeats)]
-        return 1000.0 * min(times) / ready.launches
+        if ready.us > hopeless_us:
+            return ready.us
+        return self._least_us(ready, repeats)
+
+    def quick_all_us(self, works: Sequence[Work], repeats: int, rounds: int) -> list[float]:
+        """`quick_us` of each, the least of ``rounds`` in which all take their turn, so that heat
+        falls on all alike."""
+        prepared = [self._prepare(work) for work in works]
+        times = [[self._least_us(ready, repeats) for ready in prepared] for _ in range(rounds)]
+        return [min(of_one) for of_one in zip(*times, strict=True)]
+
+    def _least_us(self, ready: _Prepared, repeats: int) -> float:
+        """Microseconds of one product, the least of ``repeats`` graphs."""
+        return 1000.0 * min(self._time(ready.graph) for _ in range(repeats)) / ready.launches
 
     def _prepare(self, work: Work, hopeless_us: float = math.inf) -> _Prepared:
         """A graph long enough, found by measuring shorter ones; a short one of a product that

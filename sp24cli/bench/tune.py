@@ -126,11 +126,8 @@ def _tuned(
                 kernels.append(Ours(operands, plan.order, entry.name, plan.accumulate))
                 stack.callback(kernels[-1].free)
         _agree(case, plan, device, operands, kernels)
-        times: dict[str, float] = {}
-        for _ in range(_ROUNDS):
-            for ours in kernels:
-                us = instrument.quick_us(ours, _REPEATS)
-                times[ours.kernel.name] = min(us, times.get(ours.kernel.name, us))
+        found = instrument.quick_all_us(kernels, _REPEATS, _ROUNDS)
+        times = {ours.kernel.name: us for ours, us in zip(kernels, found, strict=True)}
     return TunedCase(Measured.of(problem, times), choice.kernel.name, choice.by)
 
 

@@ -7,6 +7,7 @@ strings, and so the CUDA array interface, cannot name; the CUDA Array Interface,
 from __future__ import annotations
 
 import ctypes
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,7 +141,7 @@ def vector(
 ) -> View:
     """As `view`, of float32 in a row, as many as one of ``lengths`` says; `Sp24Error` otherwise."""
     found = view(array, what, stream, ordinal)
-    count = int(np.prod(found.shape))
+    count = math.prod(found.shape)
     if found.dtype != np.float32 or count not in lengths:
         raise Sp24Error(
             f"{what} is {found.dtype} {list(found.shape)}, needed is f32 of "
@@ -175,7 +176,7 @@ class DeviceArray:
         self.device = device
         self.shape = shape
         self.dtype = np.dtype(dtype)
-        nbytes = int(np.prod(shape)) * self.dtype.itemsize
+        nbytes = math.prod(shape) * self.dtype.itemsize
         self.buffer: Buffer = device.alloc(nbytes) if buffer is None else buffer
 
     def view(self) -> View:

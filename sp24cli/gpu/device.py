@@ -110,6 +110,42 @@ class Kernel:
     max_clusters: int
 
 
+class Launch:
+    """A kernel with its grid, parameters and stream, put together once to be started any number of
+    times.
+
+    ``parameters`` are the kernel's, as host arrays in order. ``overlap``: CTAs may start before
+    the kernel before has ended (programmatic dependent launch), for kernels that wait for it
+    themselves.
+    """
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        grid: int,
+        parameters: list[npt.NDArray[Any]],
+        stream: int,
+        overlap: bool = False,
+    ) -> None:
+        cu, entry = api(), kernel.entry
+        self._handle = kernel.handle
+        self._parameters = parameters  # the pointers' memory
+        self._pointers = np.array([p.ctypes.data for p in parameters], np.uint64)
+        self._config = config = cu.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = entry.threads, 1, 1
+        config.sharedMemBytes = entry.smem_bytes
+        config.hStream = stream
+        if overlap:
+            early = cu.CUlaunchAttribute()
+            early.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            early.value.programmaticStreamSerializationAllowed = 1
+            config.attrs, config.numAttrs = [early], 1
+
+    def start(self) -> None:
+        check(api().cuLaunchKernelEx(self._config, self._handle, self._pointers.ctypes.data, 0))
+
+
 class Device:
     """An open GPU, by `Device.open`. Calls enqueue on ``stream`` unless told otherwise."""
 
@@ -303,32 +339,10 @@ class Device:
         return Kernel(handle, entry, clusters)
 
     def launch(
-        self,
-        kernel: Kernel,
-        grid: int,
-        parameters: list[npt.NDArray[Any]],
-        stream: int,
-        *,
-        overlap: bool = False,
+        self, kernel: Kernel, grid: int, parameters: list[npt.NDArray[Any]], stream: int
     ) -> None:
-        """Starts ``grid`` CTAs. ``parameters`` are the kernel's, as host arrays in order.
-
-        ``overlap``: CTAs may start before the kernel before has ended (programmatic dependent
-        launch), for kernels that wait for it themselves.
-        """
-        cu, entry = api(), kernel.entry
-        pointers = np.array([p.ctypes.data for p in parameters], np.uint64)
-        config = cu.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
-        config.blockDimX, config.blockDimY, config.blockDimZ = entry.threads, 1, 1
-        config.sharedMemBytes = entry.smem_bytes
-        config.hStream = stream
-        if overlap:
-            early = cu.CUlaunchAttribute()
-            early.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            early.value.programmaticStreamSerializationAllowed = 1
-            config.attrs, config.numAttrs = [early], 1
-        check(cu.cuLaunchKernelEx(config, kernel.handle, pointers.ctypes.data, 0))
+        """Starts ``grid`` CTAs once; see `Launch`."""
+        Launch(kernel, grid, parameters, stream).start()
 
 
 #: Open devices by number: kernels are loaded once a process.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, cast
 
 import ml_dtypes
@@ -16,7 +17,7 @@ from sp24cli.gpu import select
 from sp24cli.gpu.activations import gather_columns
 from sp24cli.gpu.arguments import pack_struct, tensor_map
 from sp24cli.gpu.arrays import DeviceArray, vector, view
-from sp24cli.gpu.device import Buffer, Device, Kernel
+from sp24cli.gpu.device import Buffer, Device, Kernel, Launch
 from sp24cli.gpu.order import balanced_order, cluster_rows, heights, tile_order
 from sp24cli.gpu.select import Choice, candidates, chosen, needs_widening
 from sp24cli.kernels import manifest
@@ -39,6 +40,11 @@ OUT_DTYPES: dict[str, np.dtype[Any]] = {
     "f32": np.dtype(np.float32),
     "s32": np.dtype(np.int32),
 }
+
+
+#: Launches that a weight keeps: allocators give the same addresses again and again, and to put one
+#: together takes longer than many a product.
+_KEPT_LAUNCHES = 128
 
 
 def poison(out: str) -> int:
@@ -131,21 +137,48 @@ class Plan:
         scale_b_strides: tuple[int, int] | None,
     ) -> None:
         """`enqueue` of activations whose columns are in the weight's order."""
+        weight, entry = self.weight, self.kernel
+        if not (weight.shape[0] and self.n):
+            return
+        stream = weight.device.stream if stream is None else stream
+        given = (
+            _pointer(x), ldx, _pointer(out), ldd, _pointer(scale_b), scale_b_rows, _pointer(bias),
+            stream, scale_b_strides,
+        )  # fmt: skip
+        # All that the launch follows from, but for the weight, which stays as it is.
+        key = (entry.name, self.n, self.raster, self.scale_b_k, *given)
+        launch = weight.launches.get(key)
+        if launch is None:
+            launch = self._launch(*given)
+            if len(weight.launches) >= _KEPT_LAUNCHES:
+                weight.launches.clear()
+            weight.launches[key] = launch
+        launch.start()
+
+    def _launch(
+        self,
+        x: int,
+        ldx: int,
+        out: int,
+        ldd: int | None,
+        scale_b: int,
+        scale_b_rows: bool,
+        bias: int,
+        stream: int,
+        scale_b_strides: tuple[int, int] | None,
+    ) -> Launch:
+        """What `enqueue` starts; addresses are 0 where there is nothing."""
         weight, entry, device = self.weight, self.kernel, self.weight.device
         m, k = weight.shape
-        if not (m and self.n):
-            return
-        stream = device.stream if stream is None else stream
         item = weight.multiplied.itemsize
         tight = m if entry.order == "nm" else self.n
         ldd = tight if ldd is None else ldd
         if ldd < tight:
             raise Sp24Error(f"rows of {tight} elements do not fit a pitch of {ldd}")
-        if not entry.scales and (scale_b is not None or bias is not None):
+        if not entry.scales and (scale_b or bias):
             raise Sp24Error(f"{entry.out_type} are plain sums: no scale and no bias goes with them")
-        out_ptr = _pointer(out)
         maps = [
-            tensor_map(_pointer(x), k * item, self.n, ldx * item, (entry.box_bytes_b, rows))
+            tensor_map(x, k * item, self.n, ldx * item, (entry.box_bytes_b, rows))
             for rows in (entry.box_rows_b, (self.n - 1) % entry.tile_n + 1)
         ]
         out_bytes = OUT_DTYPES[entry.out_type].itemsize
@@ -171,7 +204,7 @@ class Plan:
         b_strides = (int(scale_b_rows), 0)
         if self.scale_b_k:
             b_strides = scale_b_strides or (-(-k // self.scale_b_k), 1)
-            if scale_b is None:
+            if not scale_b:
                 b_strides = (0, 0)
         reach = (self.n - 1) * b_strides[0]
         if self.scale_b_k:
@@ -182,10 +215,10 @@ class Plan:
             manifest.load().args[entry.args],
             {
                 "a": weight.image.ptr,
-                "d": out_ptr,
+                "d": out,
                 "scale_a": weight.scale.ptr if weight.scale else 0,
-                "scale_b": _pointer(scale_b),
-                "bias": _pointer(bias),
+                "scale_b": scale_b,
+                "bias": bias,
                 "ldd": ldd,
                 "m": m,
                 "n": self.n,
@@ -193,7 +226,7 @@ class Plan:
                 "k_blocks": weight.blocks[1],
                 "scale_a_stride": int(bool(block_k) or weight.scale_rows) if weight.scale else 0,
                 "scale_b_stride": b_strides[0],
-                "vector_store": int(out_ptr % 16 == 0 and ldd * out_bytes % 16 == 0),
+                "vector_store": int(out % 16 == 0 and ldd * out_bytes % 16 == 0),
                 "raster": order.raster,
                 "cluster_rows": rows,
                 "tile_blocks": low,
@@ -213,7 +246,7 @@ class Plan:
         # With few tokens and several tiles a CTA memory sets the pace, and CTAs that start one by
         # one read it less evenly (28672x16x8192: 38.8 us overlapped, 37.0 us not).
         overlap = tiles == grid or entry.tile_n >= 128
-        device.launch(self.loaded, grid, [np.concatenate(maps), args], stream, overlap=overlap)
+        return Launch(self.loaded, grid, [np.concatenate(maps), args], stream, overlap)
 
 
 class SparseWeight:
@@ -259,6 +292,8 @@ class SparseWeight:
         self.widened = widened
         self.weight_scales = weight_scales
         self.limit = limit
+        #: Products by all that they follow from (`Plan.enqueue`).
+        self.launches: dict[tuple[object, ...], Launch] = {}
 
     @property
     def multiplied(self) -> OperandType:
@@ -445,7 +480,7 @@ def matmul(
     device.make_current()  # another's may be, where there are several GPUs
     on = device.ordinal
     b = view(x, "x", stream, on)
-    types = _types(weight, b.dtype, accumulate)
+    types = _types(weight.type, weight.multiplied, b.dtype, accumulate)
     if len(b.shape) != 2 or b.shape[1] != k:
         raise Sp24Error(f"x is {list(b.shape)}, the weight {[m, k]} needs [N, {k}]")
     n = b.shape[0]
@@ -517,15 +552,16 @@ def matmul(
     return out
 
 
-def _types(weight: SparseWeight, x: np.dtype[Any], accumulate: str) -> Operands:
-    """The operands of a weight and an array; `Sp24Error` where they do not go together."""
-    own, plain = weight.type, weight.multiplied
+@lru_cache(maxsize=256)
+def _types(own: OperandType, plain: OperandType, x: np.dtype[Any], accumulate: str) -> Operands:
+    """The operands of a weight of type ``own``, multiplied as ``plain``, and an array; `Sp24Error`
+    where they do not go together."""
     partners = {
         o.b.dtype: o.b.name for o in OPERANDS.values() if (o.a, o.multiplied) == (own, plain)
     }
     name = plain.name if x == np.dtype(f"u{plain.itemsize}") else partners.get(x)
     if name is None:
-        how = "" if weight.widened is None else f", uploaded for {plain.name}"
+        how = "" if own == plain else f", uploaded for {plain.name}"
         raise Sp24Error(f"x is {x}, the weight is {own.dtype}{how}")
     try:
         return operands(own.name, name, "f16" if accumulate == "f16" else None)

@@ -223,6 +223,18 @@ def test_quick_ranking_orders_by_time():
     assert times[1] < times[2] < times[0]
 
 
+def test_all_take_their_turn_in_every_round_and_are_captured_for_one():
+    """To put a graph together takes the host longer than the chip to run it."""
+    chips = [Chip(), Chip()]
+    for chip, repeats, rounds in zip(chips, (1, 2), (1, 3), strict=True):
+        instrument = Instrument(chip, Settings(), clock=chip.clock, sleep=chip.sleep)
+        works = [Simulated(chip, *work, slots=2) for work in (("a", 0.3), ("b", 0.1), ("c", 0.2))]
+        found = instrument.quick_all_us(works, repeats, rounds)
+        assert found[1] < found[2] < found[0]
+    assert chips[0].captures == chips[1].captures
+    assert [name for name, _ in chips[1].log[-18:]] == [*"aabbcc"] * 3
+
+
 def test_quick_ranking_spends_little_on_the_hopeless():
     spent = {}
     for limit in (math.inf, 150.0, 100.0):

@@ -27,11 +27,13 @@ def test_no_box_reaches_beyond_the_last_token(
         maps.append((rows, box))
         return np.full(16, len(maps), np.uint64)
 
-    def launch(loaded: Any, grid: int, parameters: list[Any], stream: int, overlap: bool) -> None:
+    def launch(loaded: Any, grid: int, parameters: list[Any], stream: int, overlap: bool) -> Any:
         launched.append(parameters[0])
+        return SimpleNamespace(start=lambda: None)
 
+    monkeypatch.setattr(matmul, "Launch", launch)
     monkeypatch.setattr(matmul, "tensor_map", tensor_map)
-    device = SimpleNamespace(launch=launch, l2_bytes=50 << 20, stream=0)
+    device = SimpleNamespace(l2_bytes=50 << 20, stream=0)
     weight = SimpleNamespace(
         device=device,
         shape=(4096, 1024),
@@ -43,6 +45,7 @@ def test_no_box_reaches_beyond_the_last_token(
         blocks=(64, 8),
         column_order=None,
         limit=0,
+        launches={},
     )
     tile, share = entry.tile_n, entry.tile_n // entry.cluster
     for n, last in ((1, 1), (tile - 1, tile - 1), (tile, tile), (tile + 1, 1), (5 * tile + 3, 3)):
@@ -73,11 +76,13 @@ def test_balanced_tiles_are_launched_in_the_order_that_was_found(
     (entry,) = (e for e in ENTRIES if e.name == "gemm_e4m3_bf16_nm_n256_w3_c2_s4")
     launched: list[Any] = []
 
-    def launch(loaded: Any, grid: int, parameters: list[Any], stream: int, overlap: bool) -> None:
+    def launch(loaded: Any, grid: int, parameters: list[Any], stream: int, overlap: bool) -> Any:
         launched.append(parameters[1])
+        return SimpleNamespace(start=lambda: None)
 
+    monkeypatch.setattr(matmul, "Launch", launch)
     monkeypatch.setattr(matmul, "tensor_map", lambda *_: np.zeros(16, np.uint64))
-    device = SimpleNamespace(launch=launch, l2_bytes=60 << 20, stream=0)
+    device = SimpleNamespace(l2_bytes=60 << 20, stream=0)
     weight = SimpleNamespace(
         device=device,
         shape=(m, k),
@@ -89,6 +94,7 @@ def test_balanced_tiles_are_launched_in_the_order_that_was_found(
         blocks=(m // 64, k // 128),
         column_order=None,
         limit=0,
+        launches={},
     )
     plan = matmul.Plan(weight, entry, SimpleNamespace(max_clusters=66), n)  # type: ignore[arg-type]
     plan.enqueue(16, k, 32)
