@@ -14,7 +14,6 @@ from sp24cli.errors import BadInputError
 from sp24cli.packed import PackedMatrix
 
 if TYPE_CHECKING:
-    from sp24cli.gpu.arrays import DeviceArray
     from sp24cli.gpu.matmul import SparseWeight
 
 _DTYPES: dict[str, npt.DTypeLike] = {
@@ -84,9 +83,10 @@ def matmul(weight: SparseWeight, x: Any, **options: Any) -> Any:
     return product(weight, x, **options)
 
 
-def quantize_tokens(x: Any, *, device: int = 0, **options: Any) -> tuple[DeviceArray, DeviceArray]:
+def quantize_tokens(x: Any, *, device: int = 0, **options: Any) -> tuple[Any, Any]:
     """Activations in FP8 or s8 with a scale a row, for `matmul`, divided by the weight's factors
-    before where it has such (``smooth=weight.smooth``): see `gpu.activations.quantize_tokens`.
+    before where it has such (``smooth=weight.smooth``), into arrays of the caller's where they are
+    given (``out=(codes, scale)``): see `gpu.activations.quantize_tokens`.
 
     Raises:
         NoGpuError: no usable Hopper GPU.

@@ -21,8 +21,14 @@ _MOST_ROWS = 8
 
 
 def quantize_tokens(
-    device: Device, x: Any, *, smooth: Any = None, type_name: str = "e4m3", stream: int = 0
-) -> tuple[DeviceArray, DeviceArray]:
+    device: Device,
+    x: Any,
+    *,
+    smooth: Any = None,
+    type_name: str = "e4m3",
+    out: tuple[Any, Any] | None = None,
+    stream: int = 0,
+) -> tuple[Any, Any]:
     """Activations [N, K] in an operand type, scaled row by row: (codes [N, K], scale f32 [N]).
 
     ``x`` is a device array of bf16, f16 or f32 by DLPack or the CUDA array interface, K
@@ -33,6 +39,11 @@ def quantize_tokens(
     ``smooth``, f32 [K] on the device, positive and normal, are the factors of a weight whose
     columns are smoothed, `SparseWeight.smooth`: column k of ``x`` is divided by ``smooth[k]``
     first, in float32, rounded once. None, as of other weights, divides by nothing.
+
+    ``out`` are codes [N, K] of that type, or their bits as unsigned integers, and scale f32 [N] to
+    write to, both contiguous. They are returned; without, new `DeviceArray`s are, and memory is
+    allocated and later freed, which makes the host wait for the GPU and cannot be captured in a
+    CUDA graph.
 
     ``x`` and ``smooth`` are in the original's order of columns, and so are the codes: those of a
     weight that is permuted as well are put in its order by `matmul`, after they were divided.
@@ -57,17 +68,24 @@ def quantize_tokens(
     if (k > 1 and b.strides[1] != 1) or ldx < k:
         raise Sp24Error("x is not contiguous along K, or its rows overlap")
     factors = 0 if smooth is None else vector(smooth, "smooth", (k,), stream, device.ordinal).ptr
-    codes = DeviceArray(device, (n, k), optype.dtype)
-    scale = DeviceArray(device, (n,), np.float32)
+    if out is None:
+        out = DeviceArray(device, (n, k), optype.dtype), DeviceArray(device, (n,), np.float32)
+    codes = view(out[0], "codes", stream, device.ordinal)
+    if codes.dtype not in (optype.dtype, np.dtype(f"u{optype.itemsize}")):
+        raise Sp24Error(f"codes are {codes.dtype}, not {optype.dtype}")
+    if codes.shape != (n, k) or not codes.is_tight:
+        raise Sp24Error(f"codes are {list(codes.shape)}, needed is {[n, k]}, contiguous")
+    scale = vector(out[1], "scale", (n,), stream, device.ordinal)
     if n:
         aligned = b.ptr % 16 == 0 and ldx * b.dtype.itemsize % 16 == 0 and factors % 16 == 0
+        aligned = aligned and codes.ptr % 8 == 0
         args = pack_struct(
             loaded.args[entry.args],
             {
                 "x": b.ptr,
                 "smooth": factors,
-                "codes": codes.buffer.ptr,
-                "scale": scale.buffer.ptr,
+                "codes": codes.ptr,
+                "scale": scale.ptr,
                 "ldx": ldx,
                 "k": k,
                 "vector": int(aligned and k % 8 == 0),
@@ -75,7 +93,7 @@ def quantize_tokens(
             },
         )
         device.launch(device.kernel(entry), n, [args], stream)
-    return codes, scale
+    return out
 
 
 def gather_columns(

@@ -114,6 +114,7 @@ class ConvertDevice:
 
     def __init__(self):
         self.launches, self.threads, self.streams = [], set(), 0
+        self.vectors = []  # of launches for tokens, whether they write whole vectors
 
     def make_current(self):
         self.threads.add(threading.get_ident())
@@ -168,6 +169,7 @@ class ConvertDevice:
                 made = scales_from_amax(found, args.max_finite)
             memory(args.scale, np.float32, args.count)[:] = made
         elif entry.kind in ("tokens", "smooth_tokens"):
+            self.vectors.append(bool(args.vector))
             _tokens(entry, NUMBER_TYPES[entry.source.upper()], args, grid)
         elif entry.kind == "gather":
             _gather(int(entry.source) // 8, args, grid)
@@ -183,6 +185,7 @@ class ConvertDevice:
 def _tokens(entry, source, args, rows):
     assert not args.vector or (
         args.x % 16 == args.ldx * source.dtype.itemsize % 16 == args.smooth % 16 == args.k % 8 == 0
+        and args.codes % 8 == 0
     )
     assert bool(args.smooth) == (entry.kind == "smooth_tokens")
     smooth = memory(args.smooth, np.float32, args.k) if args.smooth else None

@@ -101,6 +101,50 @@ def test_factors_that_do_not_fit_are_named(
     assert not device.launches
 
 
+@pytest.mark.parametrize("odd", [0, 4, 8])
+@pytest.mark.parametrize("bits", [False, True])
+def test_results_go_into_arrays_that_are_given(device: Any, odd: int, bits: bool) -> None:
+    """Codes that do not start at a multiple of 8 bytes are written one by one."""
+    x = np.random.default_rng(3).standard_normal((5, 64)).astype(np.float16)
+    want = on_cpu(x, operand_type("s8"), 1)
+    into = shown(Memory(odd + 5 * 64), (5, 64), np.uint8 if bits else np.int8, at=odd)
+    scale = shown(Memory(20), (5,), np.float32)
+    given = shown(held(x), x.shape, np.float16)
+    found = quantize_tokens(device, given, type_name="s8", out=(into, scale))
+    assert found == (into, scale)
+    assert np.array_equal(into.buffer.array[odd:].view(np.int8).reshape(5, 64), want.codes)
+    assert np.array_equal(scale.buffer.array.view(np.float32), want.scale)
+    (vector,) = device.vectors
+    assert vector == (odd % 8 == 0)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "dtypes", "strides", "fault"),
+    [
+        (((4, 8), (4,)), (np.float16, np.float32), None, "codes are float16, not float8_e4m3fn"),
+        (((4, 7), (4,)), (np.uint8, np.float32), None, r"codes are \[4, 7\], needed is \[4, 8\]"),
+        (((4, 8), (4,)), (np.uint8, np.float32), (16, 1), "contiguous"),
+        (
+            ((4, 8), (5,)),
+            (np.uint8, np.float32),
+            None,
+            r"scale is float32 \[5\], needed is f32 of 4",
+        ),
+        (((4, 8), (4,)), (np.uint8, np.int32), None, r"scale is int32 \[4\], needed is f32 of 4"),
+    ],
+)
+def test_arrays_that_do_not_fit_are_named(
+    device: Any, shapes: Any, dtypes: Any, strides: Any, fault: str
+) -> None:
+    out = (
+        shown(Memory(256), shapes[0], dtypes[0], strides),
+        shown(Memory(256), shapes[1], dtypes[1]),
+    )
+    with pytest.raises(Sp24Error, match=fault):
+        quantize_tokens(device, shown(Memory(256), (4, 8), np.float16), out=out)
+    assert not device.launches
+
+
 def test_no_rows_are_no_launch(device: Any) -> None:
     codes, scale = quantize_tokens(device, shown(Memory(4), (0, 8), np.float16))
     assert (codes.shape, scale.shape, device.launches) == ((0, 8), (0,), [])

@@ -211,6 +211,27 @@ def test_strided_rows_divided(device: Device, dtype: Any, pitch: int, lead: int,
     )
 
 
+@pytest.mark.parametrize("odd", [0, 4, 8])
+@pytest.mark.parametrize("smoothed", [False, True])
+def test_results_go_into_arrays_that_are_given(device: Device, odd: int, smoothed: bool) -> None:
+    """Codes that do not start at a multiple of 8 bytes too; and nothing beside them is written."""
+    x = np.random.default_rng(5).standard_normal((9, 128)).astype(np.float16)
+    by = some_factors(128, "usual") if smoothed else None
+    factors = None if by is None else uploaded(device, by)
+    held = device.upload(np.full(odd + x.size + 8, 7, np.uint8))
+    interface = {"shape": x.shape, "typestr": "|u1", "data": (held.ptr + odd, False),
+                 "strides": None, "version": 3}  # fmt: skip
+    codes = SimpleNamespace(__cuda_array_interface__=interface)
+    scale = DeviceArray(device, (9,), np.float32)
+    given = uploaded(device, x)
+    assert quantize_tokens(device, given, smooth=factors, out=(codes, scale)) == (codes, scale)
+    want = on_cpu(x, E4M3, 1, smooth=by)
+    written = device.download(held, np.uint8, (odd + x.size + 8,))
+    assert np.array_equal(written[odd:-8].reshape(x.shape), want.codes.view(np.uint8))
+    assert (written[:odd] == 7).all() and (written[-8:] == 7).all()
+    assert np.array_equal(scale.numpy(), want.scale)
+
+
 def test_factors_of_one_divide_by_nothing(device: Device) -> None:
     x = uploaded(device, np.random.default_rng(6).standard_normal((40, 1028)).astype(np.float16))
     ones = uploaded(device, np.ones(1028, np.float32))

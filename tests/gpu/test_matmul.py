@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from sp24cli.errors import Sp24Error
+from sp24cli.gpu.activations import quantize_tokens
 from sp24cli.gpu.arrays import DeviceArray
 from sp24cli.gpu.device import Device
 from sp24cli.gpu.matmul import OUT_DTYPES, SparseWeight, matmul
@@ -57,6 +58,36 @@ def test_torch_reads_our_output(weight: SparseWeight, problem: problems.Problem)
     bf16 = torch.from_dlpack(matmul(weight, x))
     assert bf16.dtype == torch.bfloat16
     assert torch.equal(bf16.cpu(), torch.tensor(problem.exact.T).to(torch.bfloat16))
+
+
+def test_a_graph_of_torch_quantizes_and_multiplies_again(
+    device: Device, weight: SparseWeight
+) -> None:
+    """Into memory that is there: nothing is allocated, freed or waited for while it captures."""
+    torch = torch_or_skip()
+    x = torch.randn(N, K, dtype=torch.bfloat16, device="cuda")
+    codes = torch.empty(N, K, dtype=torch.float8_e4m3fn, device="cuda")
+    scale = torch.empty(N, device="cuda")
+    out = torch.empty(N, M, dtype=torch.bfloat16, device="cuda")
+
+    def step() -> Any:
+        stream = torch.cuda.current_stream().cuda_stream
+        quantize_tokens(device, x, out=(codes, scale), stream=stream)
+        matmul(weight, codes, scale=scale, out=out, stream=stream)
+        return out
+
+    first = step().clone()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    x.copy_(torch.randn(N, K, device="cuda"))
+    graph.replay()
+    replayed = out.clone()
+    again = step().clone()
+    torch.cuda.synchronize()
+    assert torch.equal(replayed, again)
+    assert not torch.equal(replayed, first)
 
 
 def test_cupy_arrays(weight: SparseWeight, problem: problems.Problem) -> None:
