@@ -1,6 +1,7 @@
 """Fits the constants of the time model (sp24cli/gpu/model.py) to measured times of kernels.
 
     sp24 bench --tune --suite fit --type e4m3 --json e4m3.json
+    sp24 bench --tune --suite fit-few --json few.json
     sp24 bench --tune --suite fit --type f16 --json f16.json
     python samples/fit_model.py e4m3.json few.json f16.json --test select30.json
 
