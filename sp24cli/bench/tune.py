@@ -127,8 +127,9 @@ def _tuned(
                 stack.callback(kernels[-1].free)
         _agree(case, plan, device, operands, kernels)
         found = instrument.quick_all_us(kernels, _REPEATS, _ROUNDS)
-        times = {ours.kernel.name: us for ours, us in zip(kernels, found, strict=True)}
-    return TunedCase(Measured.of(problem, times), choice.kernel.name, choice.by)
+        # Nanoseconds: finer is noise.
+        times = {ours.kernel.name: round(us, 3) for ours, us in zip(kernels, found, strict=True)}
+    return TunedCase(Measured(problem, times), choice.kernel.name, choice.by)
 
 
 def _agree(

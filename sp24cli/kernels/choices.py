@@ -57,12 +57,6 @@ class Measured:
     problem: Problem
     times: Mapping[str, float]
 
-    @classmethod
-    def of(cls, problem: Problem, times: Mapping[str, float]) -> Measured:
-        """These times to the nanosecond, for finer is noise: as the document has them, so that what
-        is read again names the same kernel."""
-        return cls(problem, {name: round(us, 3) for name, us in times.items()})
-
     @property
     def kernel(self) -> str:
         """The fastest, by name where several are."""

@@ -146,6 +146,12 @@ def test_the_least_of_several_rounds_counts(device, monkeypatch):
     assert list(map(id, seen)) == 3 * list(map(id, first)), "in turn, so that heat falls on all"
 
 
+def test_times_are_kept_to_the_nanosecond(device, monkeypatch):
+    monkeypatch.setattr(tune.Instrument, "_least_us", lambda *_: 9.00049)
+    (case,) = tuned(device, SHAPES[0]).cases
+    assert set(case.measured.times.values()) == {9.0}
+
+
 def test_what_would_have_been_chosen_is_judged(device, monkeypatch):
     """By the model for the first shape; by a shipped table, never by the user's, for the second."""
     shipped = Table(device.name, "", (Measured(PROBLEMS[1], fastest(SLOWER)),))
