@@ -47,7 +47,7 @@ SUITE_NAMES = (*SUITES, "select30", "grid", "fit", "fit-few")
 _MOST_ELEMENTS = 1 << 28
 
 #: Shapes of the suites ``fit`` and ``fit-few``.
-_FIT_SHAPES, _FEW_SHAPES = 300, 50
+_FIT_SHAPES, _FEW_SHAPES = 300, 120
 
 #: The largest sides of drawn shapes, and of those of few tokens.
 _MOST, _MOST_FEW = Shape(28672, 8192, 16384), Shape(8192, 64, 8192)

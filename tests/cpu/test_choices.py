@@ -285,7 +285,7 @@ def test_the_shipped_table_names_kernels_that_exist():
 
 
 def test_the_shipped_choice_is_near_the_fastest_on_shapes_it_was_not_made_from():
-    """As cuda/README.md has it: 0.28 % in the mean, and one of thirty beyond 3 %."""
+    """As cuda/README.md has it: 0.10 % in the mean, and none of thirty beyond 3 %."""
     path = ROOT / "samples/results/h200-2026-11-30-select30.json"
     (measured,) = choices.from_text(path.read_text(encoding="utf-8"), path.name)
     known = [("table", table) for table in choices.shipped() if table.gpu == measured.gpu]
@@ -299,8 +299,8 @@ def test_the_shipped_choice_is_near_the_fastest_on_shapes_it_was_not_made_from()
         assert choice.by == "model, corrected by table"
         lost.append(row.times[choice.kernel.name] / row.times[row.kernel] - 1)
     assert len(lost) == 30
-    assert sum(loss > 0.03 for loss in lost) <= 1
-    assert math.fsum(map(math.log1p, lost)) / len(lost) < 0.0028
+    assert max(lost) <= 0.03
+    assert math.fsum(map(math.log1p, lost)) / len(lost) < 0.0011
 
 
 class TestSuites:
@@ -336,7 +336,7 @@ class TestSuites:
 
     def test_those_of_few_tokens_are_in_no_other_suite(self, monkeypatch):
         shapes = suite("fit-few", 24)
-        assert len(set(shapes)) == 50
+        assert len(set(shapes)) == 120
         assert shapes == suite("fit-few", 24) != suite("fit-few", 25)
         for name in ("select30", "grid", "fit"):
             assert not set(shapes) & set(suite(name, 24))
@@ -345,7 +345,7 @@ class TestSuites:
         # Also where the seeds give the same.
         kept = shapes[0], shapes[5]
         monkeypatch.setattr(problem, "fit_shapes", lambda count, seed: kept)
-        assert suite("fit-few", 24)[:48] == tuple(s for s in shapes if s not in kept)
+        assert suite("fit-few", 24)[:118] == tuple(s for s in shapes if s not in kept)
 
     def test_the_grid_holds_the_models_shapes_once(self):
         grid = grid_shapes()
