@@ -447,8 +447,9 @@ def matmul(
             other FP8 type for an FP8 weight; of bf16 or f16 for a weight that was uploaded for
             these. Of float32 that multiplies tf32, the lowest 13 bits
             are ignored: `fp8.to_tf32` rounds. If its rows do not start at multiples of 16 bytes
-            it is copied first. It is in the original order of columns; for a permuted weight they
-            are put in its own first, which reads and writes x once more.
+            it is copied first, into memory that is allocated and freed: the host waits, and a CUDA
+            graph cannot capture it. It is in the original order of columns; for a permuted weight
+            they are put in its own first, which reads and writes x once more.
         out: where D goes, [N, M] (order ``nm``) or [M, N] (``mn``), its rows contiguous, of type
             bf16, f16 or f32, or for s8 int32. Without it a `DeviceArray` of ``out_dtype`` is
             returned, by default bf16, or f16 where the sums or a widened weight are. int32 are

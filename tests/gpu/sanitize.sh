@@ -26,7 +26,7 @@ for tool in "$@"; do
     tests/gpu/test_convert.py tests/gpu/test_activations.py -q -p no:cacheprovider --maxfail=20 --timeout=900 \
     ${JOBS:+--numprocesses=$JOBS --dist=loadgroup -p no:benchmark} \
     -k "((small_integers and (192x256x1280 or 65x300x1412)) or image or (number_of_blocks and (bf16_nm or f32_mn)) or (many_rows and e4m3_bf16_nm) or \
-    (balanced and (e4m3_bf16_nm or f16_f32_mn)) or \
+    (balanced and (e4m3_bf16_nm or s8_s32_nm or f16_f32_mn)) or \
     (tile_order and f32_mn and (_k2 or _k4)) or sum_the_same_numbers or \
     (every_blocks and 300x230x1412) or odd_shapes_are_pruned or (odd_shapes_are_packed and (3x12 or mx)) or \
     (other_patterns and (2:5 or 4:8)) or \

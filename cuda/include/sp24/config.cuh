@@ -97,6 +97,9 @@ struct GemmConfig {
   static constexpr int kExchangeReleases = 4 * kArrivingLanes * (kSplit - 1);
   // Whether chunks of D are turned through shared memory: see Store16 and store_32bit.
   static constexpr bool kTurned = kOrder == Order::nm;
+  // Whether tiles that lie in D as a whole are stored by a way of their own.
+  static constexpr bool kStoresInside =
+      kTurned && kTileN > 128 && !kPromoted && Operand::kPerRegister == 1;
   static constexpr int kBoxRowsB = kTileN / kCluster;  // rows of a whole tile's B that one CTA fetches
 
   // Promoted sums: units of a stage, and the slot of scales that each has.
@@ -124,8 +127,7 @@ struct GemmConfig {
   static_assert(!kSideBySide || (kTileN % kConsumers == 0 && (kStoredN % 16 == 0 || kTileN == 16)),
                 "groups of columns as load_scales places them");
   static_assert(kStoredN == 8 || kStoredN % 16 == 0, "an epilogue chunk is 16 columns wide");
-  static_assert(kSplit == 1 || std::is_same_v<typename Operand::Register, float>,
-                "parts of K exchange sums in f32");
+  static_assert(kSplit == 1 || Operand::kPerRegister == 1, "parts of K exchange sums of 32 bits");
   static_assert(kTileN % kSplit == 0 && kStoredN % 8 == 0, "a message is four sums a thread");
   static_assert(kCluster == 1 || kBoxRowsB % 8 == 0, "a share of B is whole swizzle atoms");
   static_assert(Operand::kWidened ? kBlockBytes % 16 == 0 : kBlockBytes % 512 == 0,

@@ -234,6 +234,47 @@ struct Store16 {
     }
   }
 
+  // Rounds and stores 64 rows (order nm), each chunk rounded and written to shared memory while the one before is
+  // on its way back. Of rows that lie in D as a whole (`kInside`) nothing is asked for a chunk.
+  //
+  // Order. Chunk c + 1 goes to the place of chunk c - 1, which every thread has read before the barrier behind
+  // which c is read; and it is read behind the next. (The first chunk: as in `turn`.)
+  template <bool kInside>
+  __device__ __forceinline__ void store_by_turns(const typename Config::StoredSums& acc,
+                                                 const GemmArgs& args, TileScales<Config>& scales,
+                                                 uint32_t chunks, int barrier, int m0, int n0) {
+    // Read anew: in tall tiles the loop over K leaves no registers for what follows from it.
+    const int t = ptx::thread() % 128, line = t / 8, row = m0 + 8 * (t % 8), col = n0 + line;
+    Item* to = reinterpret_cast<Item*>(args.d) + col * args.ldd + row;
+    const int64_t pitch = 16 * args.ldd;
+    const uint32_t from = chunks + line * 128 + ((t % 8) ^ (line & 7)) * 16;
+    const auto put = [&](int c) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int j = 2 * c + i;
+        const float2 col = scales.pair(8 * j + 2 * (t & 3));
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+          words[4 * c + i + 2 * h] = Out::pack(scales.apply(acc[4 * j + 2 * h], h, col.x),
+                                               scales.apply(acc[4 * j + 2 * h + 1], h, col.y));
+      }
+      turn(c, chunks);
+    };
+    scales.publish(0);
+    put(0);
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      ptx::named_barrier_sync(barrier, 128);
+      const uint4 v = ptx::load_shared<uint4>(from + place(c, 0));
+      if (c + 1 < kChunks) put(c + 1);
+      if constexpr (kInside)
+        __stcs(reinterpret_cast<uint4*>(to), v);
+      else if (col + 16 * c < args.n)
+        store_line(to, v, args.m - row, args.vector_store);
+      to += pitch;
+    }
+  }
+
   // Eight neighbouring elements, `along` of them inside D. Nobody reads D in this kernel: its lines
   // go first when L2 needs room.
   static __device__ __forceinline__ void store_line(Item* to, uint4 v, int along, bool vector) {
@@ -258,38 +299,57 @@ struct Store16 {
 //
 // Order (nm). The warpgroup writes two chunks, passes the barrier and reads them; it passes the barrier
 // again before it writes the next two, and that of `TileScales::publish` before the next tile's.
+// `inside`: the rows lie in D as a whole; then chunks take turns as in `Store16::store_inside`.
 template <class Config, class Values>
 __device__ __forceinline__ void store_32bit(const GemmArgs& args, uint32_t chunks, int barrier,
-                                            int m0, int n0, int block, const Values& values) {
+                                            int m0, int n0, int block, bool inside,
+                                            const Values& values) {
   using Item = typename Config::Out::Item;
   const int t = threadIdx.x % 128, lane = t % 32, r = lane >> 2, q = lane & 3;
   Item* d = reinterpret_cast<Item*>(args.d);
   constexpr int kGroups = Config::kStoredN / 8, kChunkBytes = 8 * kBlockRows * 4;
   if constexpr (Config::kOrder == Order::nm) {
     const int line = t / 16, row = m0 + 4 * (t % 16), along = args.m - row;
+    // Rows 4i .. 4i + 3 of column c, 16 bytes, lie at i ^ 2 (c / 2): no bank is met twice.
+    const auto put = [&](int j, int p) {
+      Item v[2][2];
+      values(j, v);
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+#pragma unroll
+        for (int e = 0; e < 2; ++e)
+          ptx::store_shared(chunks + p * kChunkBytes + (2 * q + e) * 256 +
+                                ((t / 32 * 4 + 2 * h + r / 4) ^ (2 * q)) * 16 + r % 4 * 4,
+                            reinterpret_cast<const uint32_t&>(v[h][e]));
+    };
+    const uint32_t from = chunks + line * 256 + ((t % 16) ^ (line / 2 * 2)) * 16;
+    if (Config::kStoresInside && inside) {
+      Item* to = d + (n0 + line) * args.ldd + row;
+      const int64_t pitch = 8 * args.ldd;
+      put(0, 0);
+#pragma unroll
+      for (int j = 0; j < kGroups; ++j) {
+        ptx::named_barrier_sync(barrier, 128);
+        const uint4 v = ptx::load_shared<uint4>(from + j % 2 * kChunkBytes);
+        if (j + 1 < kGroups) put(j + 1, (j + 1) % 2);
+        __stcs(reinterpret_cast<uint4*>(to), v);
+        to += pitch;
+      }
+      return;
+    }
 #pragma unroll
     for (int j = 0; j < kGroups; j += 2) {
       if (j > 0 || block > 0) ptx::named_barrier_sync(barrier, 128);
 #pragma unroll
       for (int p = 0; p < 2; ++p) {
         if (j + p >= kGroups) break;
-        Item v[2][2];
-        values(j + p, v);
-        // Rows 4i .. 4i + 3 of column c, 16 bytes, lie at i ^ 2 (c / 2): no bank is met twice.
-#pragma unroll
-        for (int h = 0; h < 2; ++h)
-#pragma unroll
-          for (int e = 0; e < 2; ++e)
-            ptx::store_shared(chunks + p * kChunkBytes + (2 * q + e) * 256 +
-                                  ((t / 32 * 4 + 2 * h + r / 4) ^ (2 * q)) * 16 + r % 4 * 4,
-                              reinterpret_cast<const uint32_t&>(v[h][e]));
+        put(j + p, p);
       }
       ptx::named_barrier_sync(barrier, 128);
 #pragma unroll
       for (int p = 0; p < 2; ++p) {
         if (j + p >= kGroups) break;
-        const uint4 v = ptx::load_shared<uint4>(chunks + p * kChunkBytes + line * 256 +
-                                                ((t % 16) ^ (line / 2 * 2)) * 16);
+        const uint4 v = ptx::load_shared<uint4>(from + p * kChunkBytes);
         const int col = n0 + 8 * (j + p) + line;
         if (col >= args.n || along <= 0) continue;
         Item* to = d + col * args.ldd + row;
@@ -333,14 +393,22 @@ __device__ __forceinline__ void store_tile(const typename Config::StoredSums& ac
                                            const GemmArgs& args,
                                            TileScales<Config>& scales, uint32_t chunks,
                                            int barrier, int m0, int n0, int block = 0) {
+  const bool inside = args.vector_store && m0 + kBlockRows <= args.m && n0 + Config::kStoredN <= args.n;
   if constexpr (sizeof(typename Config::Out::Item) == 2) {
     Store16<Config> tile;
-    tile.take(acc, args, scales, m0, n0, block);
-    tile.store(args, chunks, barrier, block);
+    if constexpr (Config::kStoresInside) {
+      if (inside)
+        tile.template store_by_turns<true>(acc, args, scales, chunks, barrier, m0, n0);
+      else
+        tile.template store_by_turns<false>(acc, args, scales, chunks, barrier, m0, n0);
+    } else {
+      tile.take(acc, args, scales, m0, n0, block);
+      tile.store(args, chunks, barrier, block);
+    }
   } else {
     using Item = typename Config::Out::Item;
     scales.publish(block);
-    store_32bit<Config>(args, chunks, barrier, m0, n0, block, [&](int j, Item (&v)[2][2]) {
+    store_32bit<Config>(args, chunks, barrier, m0, n0, block, inside, [&](int j, Item (&v)[2][2]) {
       const float2 col = scales.pair(8 * j + 2 * (threadIdx.x & 3));
 #pragma unroll
       for (int h = 0; h < 2; ++h)

@@ -54,6 +54,7 @@ struct Exchange {
   static constexpr int kParts = Config::kSplit;
   static constexpr int kSums = Config::kStoredN / 2;  // a thread and part
   static constexpr uint32_t kSlotBytes = kSums * 4 * 128;
+  using Sum = typename Config::Operand::Register;
 
   uint32_t slots, landed, taken, m_rank, parity = 0;
   bool announced = false;  // whether arrivals for a next tile are on their way here
@@ -77,7 +78,7 @@ struct Exchange {
   }
 
   // `sums` become this part's share of the whole tile. `more`: another tile follows.
-  __device__ __forceinline__ void operator()(const float (&acc)[kParts * kSums],
+  __device__ __forceinline__ void operator()(const Sum (&acc)[kParts * kSums],
                                              typename Config::StoredSums& sums, bool counts,
                                              bool more) {
     // The first tile finds the barrier fresh: the phase before its first counts as complete.
@@ -90,33 +91,33 @@ struct Exchange {
       const uint32_t to = there(slots + slot(part, p), p), bar = there(landed, p);
 #pragma unroll
       for (int i = 0; i < kSums; i += 4) {
-        const float* v = acc + p * kSums + i;
-        ptx::store_async(to + i * 512, counts ? v[0] : 0.0f, counts ? v[1] : 0.0f,
-                         counts ? v[2] : 0.0f, counts ? v[3] : 0.0f, bar);
+        Sum v[4];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) v[e] = counts ? acc[p * kSums + i + e] : Sum{};
+        ptx::store_async(to + i * 512, v, bar);
       }
     }
     ptx::mbarrier_wait_cluster(landed, parity);
     parity ^= 1;
 #pragma unroll
     for (int i = 0; i < kSums; i += 4) {
-      float received[kParts - 1][4];
+      Sum received[kParts - 1][4];
 #pragma unroll
-      for (int s = 0; s < kParts - 1; ++s) {
-        const float4 v = ptx::load_shared<float4>(slots + s * kSlotBytes + i * 512);
-        received[s][0] = v.x, received[s][1] = v.y, received[s][2] = v.z, received[s][3] = v.w;
-      }
+      for (int s = 0; s < kParts - 1; ++s)
+        reinterpret_cast<uint4&>(received[s]) =
+            ptx::load_shared<uint4>(slots + s * kSlotBytes + i * 512);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        float own = 0.0f;
+        Sum own{};
 #pragma unroll
         for (int p = 0; p < kParts; ++p)
           if (p == part && counts) own = acc[p * kSums + i + e];
-        float sum = 0.0f;
+        Sum sum{};
 #pragma unroll
         for (int p = 0; p < kParts; ++p) {
-          const float before = received[p < kParts - 1 ? p : 0][e];
-          const float after = received[p > 0 ? p - 1 : 0][e];
-          const float v = p == part ? own : p < part ? before : after;
+          const Sum before = received[p < kParts - 1 ? p : 0][e];
+          const Sum after = received[p > 0 ? p - 1 : 0][e];
+          const Sum v = p == part ? own : p < part ? before : after;
           sum = p == 0 ? v : sum + v;
         }
         sums[i + e] = sum;

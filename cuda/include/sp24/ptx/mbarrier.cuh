@@ -72,14 +72,17 @@ __device__ __forceinline__ void mbarrier_wait_cluster(uint32_t bar, uint32_t par
       : "memory");
 }
 
-// Stores 16 bytes in a CTA of the cluster and counts them on a barrier there (PTX ISA, "st.async").
-// The count releases them at cluster scope.
-__device__ __forceinline__ void store_async(uint32_t cluster_addr, float a, float b, float c, float d,
+// Stores four words in a CTA of the cluster and counts their 16 bytes on a barrier there (PTX ISA,
+// "st.async"). The count releases them at cluster scope.
+template <class Word>
+__device__ __forceinline__ void store_async(uint32_t cluster_addr, const Word (&v)[4],
                                             uint32_t cluster_bar) {
+  static_assert(sizeof(Word) == 4, "as the instruction has it");
+  const auto bits = [&](int i) { return reinterpret_cast<const uint32_t&>(v[i]); };
   asm volatile(
-      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];"
       ::"r"(cluster_addr),
-      "f"(a), "f"(b), "f"(c), "f"(d), "r"(cluster_bar)
+      "r"(bits(0)), "r"(bits(1)), "r"(bits(2)), "r"(bits(3)), "r"(cluster_bar)
       : "memory");
 }
 
