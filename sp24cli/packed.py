@@ -16,6 +16,8 @@ from sp24cli.bits import (
     Array,
     contiguous_bits,
     magnitude_values,
+    magnitudes,
+    number_type,
     widen,
 )
 from sp24cli.calibration import AMAX, ScaleRule
@@ -363,6 +365,18 @@ class PackedMatrix:
         with np.errstate(over="ignore", under="ignore"):
             wide /= self.smooth.astype(np.float64)
         return round_to(wide, np.dtype(dtype), self.info.overflow)
+
+    def count_saturated(self, dense: Array) -> int:
+        """How many values of ``dense``, which `restore` has made of this, are the largest of their
+        dtype because what they should be is beyond it."""
+        kind = number_type(dense.dtype)
+        if self.info.overflow != "satfinite" or kind.nonfinite is None:
+            return 0
+        if not (magnitudes(contiguous_bits(dense), kind) == kind.nonfinite - 1).any():
+            return 0
+        # Some are the largest by right: only where they are not clamped are the others told apart.
+        plain = round_to(self.restore(np.float64), dense.dtype, "nan")
+        return int((magnitudes(contiguous_bits(plain), kind) == kind.nonfinite).sum())
 
     def codes(self) -> Array:
         """The dense [M, K] of ``info.optype.dtype``: codes where kept, +0 elsewhere."""

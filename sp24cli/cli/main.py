@@ -7,7 +7,7 @@ import importlib.util
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import click
@@ -60,18 +60,46 @@ def cli() -> None:
     """
 
 
+#: What a user, a scheduler and a closed terminal end a process by. Not all systems have SIGHUP.
+_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
+
+
 def main(args: Sequence[str] | None = None) -> None:
-    """Entry point: run the command, turn failures into one line and an exit code."""
+    """Entry point: run the command, turn failures into one line and an exit code.
+
+    The process ends with it, and the signals are set for that; others call `run`.
+    """
     for stream in (sys.stdout, sys.stderr):
         # A name that the terminal's encoding lacks is escaped, not a crash.
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
-    # A scheduler's or a closed terminal's way to end it: as Ctrl-C, so that nothing is left behind.
-    for name in ("SIGTERM", "SIGHUP"):
-        number = getattr(signal, name, None)
-        if number is not None and signal.getsignal(number) is signal.SIG_DFL:
+    # As Ctrl-C, so that nothing is left behind.
+    for number in _signals():
+        if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, signal.default_int_handler)
-    sys.exit(run(args))
+    try:
+        code = run(args)
+        _ignore_signals()
+    except KeyboardInterrupt:
+        # After the result was printed, or its error.
+        _ignore_signals()
+        console.error("interrupted")
+        code = Interrupted.exit_code
+    sys.exit(code)
+
+
+def _signals() -> Iterator[signal.Signals]:
+    for name in _SIGNALS:
+        number = getattr(signal, name, None)
+        if number is not None:
+            yield number
+
+
+def _ignore_signals() -> None:
+    """What comes now comes too late. Python sets the signals back to what ends a process by them
+    before its own end, but for those that are ignored."""
+    for number in _signals():
+        signal.signal(number, signal.SIG_IGN)
 
 
 def run(args: Sequence[str] | None = None) -> int:

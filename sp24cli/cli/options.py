@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+
+from sp24cli.checkpoint.folder import is_checkpoint
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -25,8 +28,22 @@ class _Path(click.Path):
 PATH = _Path(readable=False, path_type=Path)
 
 
+class _Output(_Path):
+    """Where to write; not a folder's name (``NAME/``) where the input is a file: `Path` would make
+    a file's of it."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        path = super().convert(value, param, ctx)
+        source = None if ctx is None else ctx.params.get("source")
+        of_file = source is not None and os.path.isfile(source) and not is_checkpoint(source)
+        if of_file and os.path.basename(value) in ("", ".") and not os.path.isdir(path):
+            self.fail(f"{value!r} names a folder, but the input is a file", param, ctx)
+        return path
+
+
 def source_argument(metavar: str = "IN") -> Callable[[_Command], _Command]:
-    return click.argument("source", metavar=metavar, type=PATH)
+    # Before all options: -o depends on it.
+    return click.argument("source", metavar=metavar, type=PATH, is_eager=True)
 
 
 def seed_option(default: int, text: str) -> Callable[[_Command], _Command]:
@@ -74,7 +91,7 @@ def output_options(command: _Command) -> _Command:
             "-o",
             "--output",
             metavar="OUT",
-            type=PATH,
+            type=_Output(readable=False, path_type=Path),
             help="The file to write, or the folder when the input is one. A file appears when it "
             "is complete, and never replaces an input.",
         ),

@@ -25,7 +25,8 @@ from sp24cli.ops import unpack_checkpoint
     "--dtype",
     type=click.Choice(["bf16", "f16", "f32"]),
     help="Dtype of the dense weights (default: that of the original; f32 for one of f64, bf16 "
-    "where a file of another tool does not say).",
+    "where a file of another tool does not say). A value beyond it becomes its largest, infinite "
+    "where the weight was packed with --overflow nan or is FP8 of another tool; a warning says so.",
 )
 @click.option(
     "--codes",
@@ -90,5 +91,13 @@ def unpack(
         console.log(
             f"sp24: warning: {count} weights have infinite values or NaN now, as {first}: in what "
             "was packed, or beyond their dtype",
+            quiet=quiet,
+        )
+    saturated = [tensor for tensor in report.tensors if tensor.saturated]
+    if saturated:
+        values = sum(tensor.saturated for tensor in saturated)
+        console.log(
+            f"sp24: warning: {len(saturated)} weights have values beyond their dtype, as "
+            f"{saturated[0].name}: {values} are its largest now",
             quiet=quiet,
         )

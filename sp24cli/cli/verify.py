@@ -26,7 +26,8 @@ from sp24cli.verify import NumericsResult, TensorVerdict, VerifyReport, verify_f
     "--against",
     metavar="DENSE",
     type=PATH,
-    help="The file or folder that PACKED was made from, before or after pruning.",
+    help="The file or folder that PACKED was made from, before or after pruning (after sparsegpt: "
+    "the pruned one).",
 )
 @click.option(
     "--amax-history",

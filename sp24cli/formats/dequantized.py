@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -26,7 +27,10 @@ from sp24cli.formats.scales import (
     is_fp8_weight,
     scales_of_siblings,
 )
+from sp24cli.sparsity import find_nonfinite
 
+#: What to do where a value is beyond a dtype.
+_WIDER = {"F16": "; take bf16 or f32", "BF16": "; take f32"}
 #: The safetensors dtype that an FP8 weight is to be read as, None to leave it as it is.
 Wanted = Callable[[TensorEntry], str | None]
 
@@ -37,10 +41,12 @@ class DequantizedFile(SafetensorsFile):
     Their entries have the wanted dtype, their arrays are code * scale rounded once, and their
     scales are not there. All else is as in ``file``, which is closed with this. ``siblings`` are
     the other files of a checkpoint, where scales may lie whose weights are here, and weights
-    whose scales are here. Unless ``strict``, a weight without a scale is left as it is.
+    whose scales are here. Unless ``strict``, a weight without a scale is left as it is, and what
+    is beyond the wanted dtype is infinite.
 
     Raises:
-        BadInputError: a wanted weight without a scale, with two, or with one that does not fit.
+        BadInputError: a wanted weight without a scale, with two, or with one that does not fit;
+            by `array`, a product beyond the wanted dtype.
     """
 
     def __init__(
@@ -53,6 +59,7 @@ class DequantizedFile(SafetensorsFile):
     ) -> None:
         self.path = file.path
         self._where = label(file.path)
+        self._strict = strict
         self._plain = file
         self._scales: dict[str, tuple[WeightScale, npt.NDArray[Any]]] = {}
         self._hidden: set[str] = set()
@@ -117,7 +124,28 @@ class DequantizedFile(SafetensorsFile):
         codes = self._plain.array(name)
         start, stop, _ = (slice(None) if rows is None else rows).indices(codes.shape[0])
         dtype = DTYPES[self.entry(name).dtype].numpy
-        return dequantize(codes[start:stop], values, scale.block, start, dtype)
+        dense = dequantize(codes[start:stop], values, scale.block, start, dtype)
+        if self._strict:
+            self._refuse_overflow(name, dense, start)
+        return dense
+
+    def _refuse_overflow(self, name: str, dense: npt.NDArray[Any], first_row: int) -> None:
+        """`BadInputError` if the first value of ``dense`` that is not finite is the product of a
+        code and a scale that are: it would be called infinite, as if the file had it so."""
+        place = find_nonfinite(dense)
+        if place is None:
+            return
+        row, column = first_row + place[0], place[1]
+        code = float(self._plain.array(name)[row, column])
+        if not math.isfinite(code):
+            return
+        scale, values = self._scales[name]
+        factor = float(values[row // scale.block[0], column // scale.block[1]])
+        dtype = self.entry(name).dtype
+        raise BadInputError(
+            f"{self._where}: tensor {quote(name)}: code {code} times scale {factor} at row {row}, "
+            f"column {column} is beyond {dtype}{_WIDER.get(dtype, '')}"
+        )
 
     def raw(self, name: str) -> memoryview:
         if name not in self._scales:

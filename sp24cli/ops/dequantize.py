@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sp24cli.bits import Array
@@ -89,16 +89,19 @@ def dequantize_file(
         meter = Meter(sum(entry.nbytes for entry in file.header.entries), progress)
         metadata = {"format": "pt", **user_metadata(file.metadata)}
         with open_sink(output, entries, metadata, source=source, overwrite=overwrite) as sink:
-            not_finite = []
+            tensors, not_finite = [], []
             for weight in found:
                 rows, columns = weight.report.shape
                 ranges = bands(rows, columns, multiple=weight.row_step)
-                all_finite = True
-                for rows_of_it, finite in map_bands(weight.checked_rows, ranges, columns, workers):
-                    sink.write(weight.report.name, rows_of_it)
+                all_finite, saturated = True, 0
+                for made in map_bands(weight.checked_rows, ranges, columns, workers):
+                    dense, finite, beyond = made
+                    sink.write(weight.report.name, dense)
                     all_finite &= finite
+                    saturated += beyond
                     for part in weight.parts:
                         file.drop_cache(part)
+                tensors.append(replace(weight.report, saturated=saturated))
                 if not all_finite:
                     not_finite.append(weight.report.name)
                 meter.add(sum(file.entry(part).nbytes for part in weight.parts))
@@ -107,7 +110,7 @@ def dequantize_file(
         return UnpackReport(
             source=str(source),
             output=str(output),
-            tensors=tuple(weight.report for weight in found),
+            tensors=tuple(tensors),
             copied=len(others),
             without_scale=tuple(entry.name for entry in others if is_fp8_weight(entry)),
             not_finite=tuple(not_finite),
@@ -118,25 +121,29 @@ def dequantize_file(
 @dataclass(frozen=True)
 class _Weight:
     """A weight to be made dense: what is said of it, the tensors that it is, and what gives its
-    rows from multiples of ``row_step`` on."""
+    rows from multiples of ``row_step`` on, with how many values in them are saturated."""
 
     report: UnpackedTensor
     parts: tuple[str, ...]
     row_step: int
-    rows: Callable[[int, int], Array]
+    rows: Callable[[int, int], tuple[Array, int]]
 
-    def checked_rows(self, start: int, stop: int) -> tuple[Array, bool]:
-        """Rows, and whether all of them are finite."""
-        dense = self.rows(start, stop)
-        return dense, find_nonfinite(dense) is None
+    def checked_rows(self, start: int, stop: int) -> tuple[Array, bool, int]:
+        """Rows, whether all of them are finite, and how many values are saturated."""
+        dense, saturated = self.rows(start, stop)
+        return dense, find_nonfinite(dense) is None, saturated
 
 
 def _bitmasks(foreign: ForeignFile, dtype: str | None) -> Iterator[_Weight]:
     for name, info in foreign.packed.items():
         target = _target(dtype, info.source_dtype)
 
-        def rows(start: int, stop: int, *, name: str = name, target: str = target) -> Array:
-            return foreign.rows(name, slice(start, stop)).dequantize(DTYPES[target].numpy)
+        def rows(
+            start: int, stop: int, *, name: str = name, target: str = target
+        ) -> tuple[Array, int]:
+            part = foreign.rows(name, slice(start, stop))
+            values = part.dequantize(DTYPES[target].numpy)
+            return values, part.count_saturated(values)
 
         yield _Weight(
             UnpackedTensor(name, info.shape, info.type, scale_text(info.scale), target),
@@ -149,8 +156,8 @@ def _bitmasks(foreign: ForeignFile, dtype: str | None) -> Iterator[_Weight]:
 def _fp8_weights(dense: DequantizedFile) -> Iterator[_Weight]:
     for name, (dtype, scale) in dense.dequantized.items():
 
-        def rows(start: int, stop: int, *, name: str = name) -> Array:
-            return dense.array(name, slice(start, stop))
+        def rows(start: int, stop: int, *, name: str = name) -> tuple[Array, int]:
+            return dense.array(name, slice(start, stop)), 0
 
         operand = dtype.removeprefix("F8_").lower()
         target = dense.entry(name).dtype

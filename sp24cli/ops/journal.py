@@ -165,6 +165,19 @@ def copy_file(source: Path, target: Path) -> None:
         replace_file(target, iter(lambda: file.read(_COPY_BYTES), b""))
 
 
+def same_content(first: Path, second: Path) -> bool:
+    """Whether both are regular files, links followed, of the same bytes."""
+    if not (first.is_file() and second.is_file()):
+        return False
+    with open(first, "rb") as one, open(second, "rb") as other:
+        while True:
+            part = one.read(_COPY_BYTES)
+            if part != other.read(_COPY_BYTES):
+                return False
+            if not part:
+                return True
+
+
 def sync_folder(folder: Path) -> None:
     """Make what was renamed and removed last through a power cut, where the system can."""
     with contextlib.suppress(OSError):

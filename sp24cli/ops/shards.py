@@ -2,7 +2,8 @@
 
 All inputs are checked first, then each shard appears in the new folder when it is complete,
 then the other files are carried over and the index is written. Until then a journal in the
-folder says what is done, and a run with ``resume`` goes on from there.
+folder says what is done, and a run with ``resume`` goes on from there. What has no journal is never
+replaced unasked: where it may be the finished output, it is made again beside it and compared.
 """
 
 from __future__ import annotations
@@ -32,11 +33,19 @@ from sp24cli.checkpoint.header import Header, TensorEntry, label, load_object, p
 from sp24cli.checkpoint.jsontext import dump
 from sp24cli.checkpoint.names import Selection
 from sp24cli.checkpoint.reader import SafetensorsFile
+from sp24cli.checkpoint.writer import TEMP_PREFIX, TEMP_SUFFIX
 from sp24cli.errors import BadInputError, Sp24Error
 from sp24cli.formats.dequantized import open_dense
 from sp24cli.ops.choose import Choice
 from sp24cli.ops.engine import Engine
-from sp24cli.ops.journal import Journal, copy_file, fingerprint, replace_file, sync_folder
+from sp24cli.ops.journal import (
+    Journal,
+    copy_file,
+    fingerprint,
+    replace_file,
+    same_content,
+    sync_folder,
+)
 from sp24cli.ops.plan import (
     ANNOUNCE,
     Announced,
@@ -52,6 +61,8 @@ from sp24cli.pruning.pattern import TWO_OF_FOUR, Pattern, find_crowded, pattern_
 from sp24cli.sparsity import find_nonfinite
 
 CONFIG_NAME = "config.json"
+#: What a finished output is compared with, a shard at a time.
+_AGAIN_NAME = f"{TEMP_PREFIX}again{TEMP_SUFFIX}"
 
 
 class _Report(Protocol):
@@ -181,6 +192,19 @@ class _Plan(Generic[R]):
     def run(self, shard: Shard, output: Path | None, progress: Progress | None) -> R:
         return self.operation.run(shard.path, output, overwrite=True, progress=progress)
 
+    @property
+    def copied(self) -> tuple[Path, ...]:
+        """The other files that are carried over as they are."""
+        others = self.checkpoint.others
+        return others if self.config is None else tuple(o for o in others if str(o) != CONFIG_NAME)
+
+    def new_config(self, report: R) -> bytes | None:
+        """The content of the new config.json, None where there is none but a copy."""
+        if self.config is None:
+            return None
+        assert self.operation.config is not None
+        return (dump(self.operation.config(self.config, report)) + "\n").encode()
+
     def bytes_needed(self, shards: Sequence[Shard]) -> int:
         others = sum((self.checkpoint.folder / o).stat().st_size for o in self.checkpoint.others)
         return (
@@ -270,6 +294,8 @@ def _write(
         finished: dict[str, R] = {}
         if not is_new:
             stack.enter_context(_lock(output))
+            if resume and not overwrite and _looks_finished(plan, output):
+                return _compare(plan, source, output, progress)
             if _may_resume(plan, output, resume, overwrite):
                 journal.load()
                 finished = _finished(plan, output, journal)
@@ -329,10 +355,6 @@ def _may_resume(plan: _Plan[R], output: Path, resume: bool, overwrite: bool) -> 
             raise Sp24Error(
                 f"{where}: is an unfinished output; --resume finishes it, --force starts again"
             )
-        if resume and _looks_finished(plan, output):
-            # Cut off after its last step, or not at all: nothing says by which options, so it is
-            # done again, to the same bytes.
-            return False
         if resume:
             raise Sp24Error(
                 f"{where}: has no journal to resume by: it is not an output of this run"
@@ -350,13 +372,54 @@ def _check_stays(plan: _Plan[R], where: str, names: list[str]) -> None:
 
 
 def _looks_finished(plan: _Plan[R], output: Path) -> bool:
-    """Whether the folder has the index and the headers of what this run would write."""
+    """Whether the folder has no journal, but the index and the headers of what this run would
+    write. Any model of the architecture may have these."""
+    if os.path.lexists(output / JOURNAL_NAME):
+        return False
     try:
         if plan.index is not None and (output / plan.index_name).read_bytes() != plan.index:
             return False
         return all(parse(output / name) == header for name, header in plan.headers.items())
     except (OSError, BadInputError):
         return False
+
+
+def _compare(plan: _Plan[R], source: Path, output: Path, progress: Progress | None) -> Done[R]:
+    """Run once more beside a folder that looks finished; `Sp24Error` at the first file that is
+    not what comes out. Nothing there is touched."""
+    shards = plan.checkpoint.shards
+    needed = max(plan.headers[s.name].file_bytes + plan.scratch_bytes[s.name] for s in shards)
+    _check_room(output, needed)
+    bar = _Bar(sum(shard.header.file_bytes for shard in shards), progress)
+    again = output / _AGAIN_NAME
+    try:
+        # First what takes no time.
+        for other in plan.copied:
+            _check_same(
+                output / other, same_content(plan.checkpoint.folder / other, output / other)
+            )
+        reports = []
+        for shard in shards:
+            again.unlink(missing_ok=True)
+            reports.append(plan.run(shard, again, bar.part(shard.header.file_bytes)))
+            _check_same(output / shard.name, same_content(again, output / shard.name))
+        done = _done(plan, source, output, reports, (), needed)
+        config = plan.new_config(done.report)
+        if config is not None:
+            path = output / CONFIG_NAME
+            _check_same(path, path.is_file() and path.read_bytes() == config)
+    except OSError as error:
+        raise Sp24Error(f"{label(output)}: cannot be compared: {error.strerror}") from error
+    finally:
+        with contextlib.suppress(OSError):
+            again.unlink()
+    return done
+
+
+def _check_same(path: Path, same: bool) -> None:
+    if not same:
+        fault = "is not the output of this run" if os.path.lexists(path) else "is missing"
+        raise Sp24Error(f"{label(path)}: {fault}; --force replaces what is there")
 
 
 def _finished(plan: _Plan[R], output: Path, journal: Journal) -> dict[str, R]:
@@ -390,10 +453,9 @@ def _carry_over(plan: _Plan[R], output: Path, report: R) -> None:
             if (output / folder).is_symlink():
                 raise Sp24Error(f"{label(output / folder)}: is a link; choose another output")
             (output / folder).mkdir(exist_ok=True)
-        if str(other) == CONFIG_NAME and plan.config is not None:
-            assert plan.operation.config is not None
-            config = plan.operation.config(plan.config, report)
-            replace_file(target, [(dump(config) + "\n").encode()])
+        config = plan.new_config(report) if str(other) == CONFIG_NAME else None
+        if config is not None:
+            replace_file(target, [config])
         else:
             copy_file(plan.checkpoint.folder / other, target)
     if plan.index is not None:

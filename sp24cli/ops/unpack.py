@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,15 @@ DENSE_TYPES = {"bf16": "BF16", "f16": "F16", "f32": "F32"}
 
 @dataclass(frozen=True)
 class UnpackedTensor:
-    """One weight: how it was packed, and the dtype it has now."""
+    """One weight: how it was packed, and the dtype it has now. ``saturated`` counts the values that
+    are beyond it and became its largest."""
 
     name: str
     shape: tuple[int, ...]
     type: str
     scale: str
     dtype: str
+    saturated: int = 0
 
 
 @dataclass(frozen=True)
@@ -62,10 +64,11 @@ def unpack_file(
     """Write the packed ``source`` to ``output`` with dense weights, all else as it is.
 
     A value is code * scale rounded once to ``dtype`` ("bf16", "f16", "f32"; None: what the
-    original was, f32 for f64). With ``codes`` the weight is the codes themselves, and
-    ``X.weight_scale`` stays beside ``X.weight``. Permuted columns go back to their places;
-    ``X.weight_perm`` stays beside the weight, which is 2:4 in that order. The factors of smoothed
-    columns are divided by (`PackedMatrix.restore`); of ``codes``, ``X.weight_smooth`` stays beside.
+    original was, f32 for f64); past its end it goes as the weight's ``overflow`` says. With
+    ``codes`` the weight is the codes themselves, and ``X.weight_scale`` stays beside ``X.weight``.
+    Permuted columns go back to their places; ``X.weight_perm`` stays beside the weight, which is
+    2:4 in that order. The factors of smoothed columns are divided by (`PackedMatrix.restore`); of
+    ``codes``, ``X.weight_smooth`` stays beside.
 
     Raises:
         BadInputError: not a packed file, or one that this version does not know, or a weight whose
@@ -103,7 +106,7 @@ def unpack_file(
             overwrite=overwrite,
             stacks=packed.stacks,
         ) as sink:
-            not_finite = []
+            done, not_finite = [], []
             for tensor in tensors:
                 if codes and packed.packed[tensor.name].optype.scaled:
                     copy_tensor(file, f"{tensor.name}_scale", sink, meter)
@@ -111,7 +114,9 @@ def unpack_file(
                     copy_tensor(file, f"{tensor.name}_smooth", sink, meter)
                 if packed.packed[tensor.name].permuted:
                     copy_tensor(file, f"{tensor.name}_perm", sink, meter)
-                if not _unpack_tensor(packed, tensor, sink, codes, workers):
+                all_finite, saturated = _unpack_tensor(packed, tensor, sink, codes, workers)
+                done.append(replace(tensor, saturated=saturated))
+                if not all_finite:
                     not_finite.append(tensor.name)
                 meter.add(
                     sum(
@@ -125,7 +130,7 @@ def unpack_file(
         return UnpackReport(
             source=str(source),
             output=str(output),
-            tensors=tuple(tensors),
+            tensors=tuple(done),
             copied=len(packed.others),
             without_scale=(),
             not_finite=tuple(not_finite),
@@ -143,8 +148,9 @@ def _target_dtype(source: str, operand: str, dtype: str | None, codes: bool) -> 
 
 def _unpack_tensor(
     packed: PackedFile, tensor: UnpackedTensor, sink: Sink, codes: bool, workers: int
-) -> bool:
-    """Whether all that was written is finite; codes are what they are."""
+) -> tuple[bool, int]:
+    """Whether all that was written is finite, and how many values were beyond the dtype; codes are
+    what they are."""
     matrix = packed.load(tensor.name)
 
     def refuse(fault: str | None) -> None:
@@ -155,18 +161,19 @@ def _unpack_tensor(
     rows, columns = matrix.shape
     dtype = DTYPES[tensor.dtype].numpy
 
-    def unpack(start: int, stop: int) -> tuple[Array, bool]:
+    def unpack(start: int, stop: int) -> tuple[Array, bool, int]:
         refuse(check_band(matrix, slice(start, stop)))
         band = matrix.rows(slice(start, stop))
         if codes:
-            return band.original_order(band.codes()), True
+            return band.original_order(band.codes()), True, 0
         dense = band.restore(dtype)
-        return dense, find_nonfinite(dense) is None
+        return dense, find_nonfinite(dense) is None, band.count_saturated(dense)
 
     ranges = bands(rows, columns, multiple=matrix.row_step)
-    all_finite = True
-    for dense, finite in map_bands(unpack, ranges, columns, workers):
+    all_finite, saturated = True, 0
+    for dense, finite, beyond in map_bands(unpack, ranges, columns, workers):
         sink.write(tensor.name, dense)
         all_finite &= finite
+        saturated += beyond
         packed.drop_cache(tensor.name)
-    return all_finite
+    return all_finite, saturated

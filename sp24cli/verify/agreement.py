@@ -65,7 +65,11 @@ def compare_packing(
     if not found.passed:
         masked = f"the original is not {pattern}; compared with the mask as it is"
         otherwise = _compare(stored, original, name, calibrator, workers, True, [masked])
-        return otherwise if otherwise.passed else Agreement(f"{found.fault} ({note})")
+        if otherwise.passed:
+            return otherwise
+        # Sparsegpt changes what it keeps, and what is packed does not tell.
+        hint = "if sparsegpt pruned it, compare with the pruned file"
+        return Agreement(f"{found.fault} ({note}; {hint})")
     return found
 
 

@@ -20,6 +20,7 @@ from sp24cli.cli import main as cli_main
 from sp24cli.cli.main import COMMANDS, cli, run
 from sp24cli.errors import NoGpuError
 from sp24cli.kernels import manifest
+from tests.cpu.checkpoints import INDEX, write_checkpoint
 from tests.cpu.convertdevice import ConvertDevice, made_manifest
 from tests.cpu.modelfile import load, naive_prune, normal, save
 
@@ -292,6 +293,56 @@ def test_an_interrupted_run_leaves_nothing_behind(tmp_path: Path, name: str) -> 
     assert list(tmp_path.iterdir()) == [source]
 
 
+_LATE = """
+import atexit, os, signal
+from sp24cli.cli import main
+
+def send(kill=os.kill, process=os.getpid(), number=signal.NAME):
+    kill(process, number)
+class Last:
+    # Taken down when Python has let go of the signals.
+    def __del__(self, send=send):
+        send()
+"""
+_MOMENTS = {
+    "at_exit": "atexit.register(send)",
+    "modules_end": "last = Last()",
+}
+
+
+@pytest.mark.parametrize("moment", _MOMENTS)
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_a_signal_after_the_result_is_too_late(name: str, moment: str) -> None:
+    code = f"{_LATE}\n{_MOMENTS[moment]}\nmain.main()".replace("NAME", name)
+    ended = subprocess.run(
+        [sys.executable, "-c", code, "--version"], env=ENVIRONMENT, capture_output=True, text=True
+    )
+    shown = f"sp24 {sp24cli.__version__}\n"
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, shown, "")
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_a_signal_between_the_result_and_the_end_is_one_line(name: str) -> None:
+    code = (
+        f"{_LATE}\nrun = main.run\ndef late(args): run(args); send()\nmain.run = late; main.main()"
+    ).replace("NAME", name)
+    ended = subprocess.run(
+        [sys.executable, "-c", code, "--version"], env=ENVIRONMENT, capture_output=True, text=True
+    )
+    shown = f"sp24 {sp24cli.__version__}\n"
+    assert (ended.returncode, ended.stdout) == (130, shown)
+    assert ended.stderr == "sp24: error: interrupted\n"
+
+
+def test_a_system_without_hangup_has_the_other_signals() -> None:
+    code = f"{_LATE}\ndel signal.SIGHUP\n{_MOMENTS['modules_end']}\nmain.main()"
+    ended = subprocess.run(
+        [sys.executable, "-c", code.replace("NAME", "SIGTERM"), "--version"],
+        env=ENVIRONMENT, capture_output=True, text=True,
+    )  # fmt: skip
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
 def test_a_reader_that_leaves_is_no_error_message(tmp_path: Path) -> None:
     tensors = {f"layer.{i}.weight": np.zeros((1, 4), np.float32) for i in range(5000)}
     source = save(tmp_path / "in", tensors)
@@ -309,6 +360,27 @@ def test_a_reader_that_leaves_is_no_error_message(tmp_path: Path) -> None:
     process.stderr.close()
     assert process.wait(timeout=30) == 1
     assert errors == b""
+
+
+@pytest.mark.parametrize("name", ["out/", "out//", "out/."])
+@pytest.mark.parametrize("output_first", [True, False])
+def test_a_file_is_not_written_where_a_folder_is_named(
+    model: Path, name: str, output_first: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = f"{model.parent}/{name}"
+    given = ["-o", output, str(model)] if output_first else [str(model), "-o", output]
+    for command in (["prune"], ["quantize", "--scale", "vector", "--prune"], ["unpack"]):
+        assert run([*command, *given]) == 2
+        message = one_line(capsys.readouterr().err)
+        assert f"'-o' / '--output': {output!r} names a folder, but the input is a file" in message
+        assert list(model.parent.iterdir()) == [model]
+    (model.parent / "out").mkdir()
+    assert run(["prune", *given]) == 1
+    assert "is a directory" in one_line(capsys.readouterr().err)
+    # A checkpoint's output is a folder.
+    checkpoint = write_checkpoint(model.parent / "checkpoint")
+    for source in (checkpoint, checkpoint / INDEX):
+        assert run(["prune", str(source), "-o", f"{model.parent}/{source.name}-{name}"]) == 0
 
 
 def test_without_a_stderr_the_work_is_done(model: Path) -> None:

@@ -212,6 +212,34 @@ def test_unpack_tells_of_what_is_not_finite(
     assert told != np.isfinite(load(output)[0]["a.weight"]).all()
 
 
+def test_unpack_tells_of_what_it_clamped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of our own packing and of a bitmask alike, and only where there is any."""
+    dense = normal(5, (64, 64), "F32")
+    dense[40] *= 1e7
+    source, packed = save(tmp_path / "dense", {"a.weight": dense}), tmp_path / "packed"
+    assert run(["quantize", str(source), "-o", str(packed), "--scale", "vector", "--prune"]) == 0
+    mask, output = tmp_path / "mask", tmp_path / "out"
+    assert run(["convert", str(packed), "-o", str(mask), "--format", "sparse-24-bitmask"]) == 0
+    for each in (packed, mask):
+        command = ["unpack", str(each), "-o", str(output), "--force"]
+        capsys.readouterr()
+        assert run([*command, "--dtype", "f16"]) == 0
+        count = int((np.abs(load(output)[0]["a.weight"]) == 65504).sum())
+        assert count > 20
+        assert capsys.readouterr().err == (
+            "sp24: warning: 1 weights have values beyond their dtype, as a.weight: "
+            f"{count} are its largest now\n"
+        )
+        assert run([*command, "--dtype", "f16", "--json"]) == 0
+        (tensor,) = json.loads(capsys.readouterr().out)["tensors"]
+        assert tensor["saturated"] == count
+        assert run([*command, "--dtype", "f16", "--quiet"]) == 0
+        assert run([*command, "--dtype", "f32"]) == 0
+        assert capsys.readouterr().err == ""
+
+
 def test_what_is_no_fp8_weight_with_a_scale_is_copied(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

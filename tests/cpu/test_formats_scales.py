@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -245,6 +246,38 @@ def test_a_code_that_is_nan_is_named(tmp_path: Path) -> None:
     source = save(tmp_path / "in", {NAME: weight, f"{NAME}_scale": a_scale(2, (1,))})
     with pytest.raises(BadInputError, match=r"'m.a.weight': nan at row 5, column 3"):
         prune_file(source, None, dequantize_fp8="F32")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "factor", "words"),
+    [
+        ("F16", 200.0, "is beyond F16; take bf16 or f32"),
+        ("BF16", 2.0**120, "is beyond BF16; take f32"),
+        ("F32", 2.0**120, "is beyond F32"),
+    ],
+)
+def test_an_overflow_is_not_called_an_infinity_of_the_file(
+    tmp_path: Path, dtype: str, factor: float, words: str
+) -> None:
+    weight = np.ones((200, 64), E4M3)
+    weight[150, 7] = -448
+    scale = np.array([[0.5], [factor]], np.float32)
+    folder = tmp_path / "model"
+    folder.mkdir()
+    source = save(folder / "model.safetensors", {NAME: weight, f"{NAME}_scale_inv": scale})
+    said = f"{source}: tensor {NAME!r}: code -448.0 times scale {factor} at row 150, column 7 "
+    options: dict[str, Any] = {"optype": OPERAND_TYPES["e4m3"], "prune": True}
+    for spec in (ScaleSpec("vector"), ScaleSpec("tensor")):
+        with pytest.raises(BadInputError) as raised:
+            quantize_file(source, None, dequantize_fp8=dtype, spec=spec, **options)
+        assert str(raised.value) == said + words
+    for path in (folder, source):
+        with pytest.raises(BadInputError, match=re.escape(words) + "$"):
+            prune_checkpoint(path, tmp_path / "out", dequantize_fp8=dtype)
+        assert not (tmp_path / "out").exists()
+    # Unpacking goes on, and counts it.
+    report = dequantize_file(source, tmp_path / "dense", dtype=dtype.lower())
+    assert report.not_finite == (NAME,)
 
 
 def test_quantizing_equals_quantizing_what_pruning_wrote(tmp_path: Path) -> None:

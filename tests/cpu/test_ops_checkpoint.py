@@ -22,7 +22,7 @@ import pytest
 import sp24cli
 from sp24cli.checkpoint.folder import JOURNAL_NAME
 from sp24cli.checkpoint.reader import SafetensorsFile
-from sp24cli.checkpoint.writer import StreamingWriter
+from sp24cli.checkpoint.writer import StreamingWriter, identity
 from sp24cli.cli.main import run
 from sp24cli.errors import BadInputError, Sp24Error
 from sp24cli.ops import (
@@ -435,6 +435,122 @@ def test_a_folder_with_something_in_it_is_refused(model: Path, tmp_path: Path) -
     (output / "other.safetensors").write_bytes(b"old weights")
     with pytest.raises(Sp24Error, match=r"has other\.safetensors, which would stay"):
         prune_checkpoint(model, output, overwrite=True)
+
+
+def states(folder: Path) -> dict[str, tuple[bytes, list[int]]]:
+    """The files below ``folder``, hidden ones too, each with what changes when it is written."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(f.relative_to(folder)): (f.read_bytes(), identity(f)) for f in files}
+
+
+def refused_as_another_output(call: Callable[[], object], output: Path, name: str) -> None:
+    before = states(output)
+    message = f"{output / name}: is not the output of this run; --force replaces what is there"
+    with pytest.raises(Sp24Error) as raised:
+        call()
+    assert str(raised.value) == message
+    assert raised.value.exit_code == 1
+    assert states(output) == before
+
+
+def test_another_model_of_the_same_architecture_is_not_replaced(tmp_path: Path) -> None:
+    shards = small_model()
+    model = write_checkpoint(tmp_path / "model", shards)
+    prune_checkpoint(model, tmp_path / "out")
+    # As a fine-tune may be: only the last weight is another.
+    shards[3]["model.layers.1.attn.q.weight"] *= 2
+    other = tmp_path / "other"
+    prune_checkpoint(write_checkpoint(tmp_path / "tuned", shards), other)
+
+    def resume() -> Any:
+        return prune_checkpoint(model, other, resume=True)
+
+    refused_as_another_output(resume, other, shard(4))
+    shutil.copy(tmp_path / "out" / shard(4), other / shard(4))
+    (other / "config.json").write_text('{"model_type": "mine"}')
+    refused_as_another_output(resume, other, "config.json")
+    (other / "config.json").unlink()
+    with pytest.raises(Sp24Error, match=r"config\.json: is missing; --force replaces"):
+        resume()
+    shutil.copy(model / "config.json", other / "config.json")
+    before = states(other)
+    assert resume().report.output == str(other)
+    assert states(other) == before
+    (other / "config.json").write_text("{}")
+    prune_checkpoint(model, other, resume=True, overwrite=True)
+    assert contents(other) == contents(tmp_path / "out")
+
+
+def test_the_original_is_not_replaced_by_what_comes_back_from_it(
+    model: Path, tmp_path: Path
+) -> None:
+    # Dense, and its headers and index as sp24 and the usual tools write them.
+    original, packed = tmp_path / "original", tmp_path / "packed"
+    prune_checkpoint(model, original)
+    quantize_checkpoint(original, packed, **E4M3)
+    refused_as_another_output(
+        lambda: unpack_checkpoint(packed, original, resume=True), original, shard(1)
+    )
+
+
+def test_one_file_without_an_index_is_not_replaced(tmp_path: Path) -> None:
+    for seed, name in ((1, "first"), (2, "second")):
+        (tmp_path / f"{name}-dense").mkdir()
+        save(tmp_path / f"{name}-dense" / "model.safetensors", {"a.weight": normal(seed, (8, 16))})
+        prune_checkpoint(tmp_path / f"{name}-dense", tmp_path / name)
+    first, second = tmp_path / "first", tmp_path / "second"
+    refused_as_another_output(
+        lambda: prune_checkpoint(first, second, resume=True), second, "model.safetensors"
+    )
+
+
+def test_an_output_by_other_options_is_not_replaced(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "out"
+    prune_checkpoint(model, output)
+    before = states(output)
+    command = ["prune", str(model), "-o", str(output), "--resume"]
+    assert run([*command, "--pattern", "4:8"]) == 1
+    assert (
+        "is not the output of this run; --force replaces what is there" in capsys.readouterr().err
+    )
+    assert states(output) == before
+    assert run(command) == 0
+    assert states(output) == before
+
+
+def test_a_finished_output_is_compared_with_the_config_that_it_got(
+    model: Path, whole: dict[str, bytes], tmp_path: Path
+) -> None:
+    output = tmp_path / "whole"
+    before = states(output)
+    quantize_checkpoint(model, output, prune=True, resume=True, **E4M3)
+    assert states(output) == before
+    shutil.copy(model / "config.json", output / "config.json")
+    refused_as_another_output(
+        lambda: quantize_checkpoint(model, output, prune=True, resume=True, **E4M3),
+        output,
+        "config.json",
+    )
+
+
+def test_interrupted_while_it_compares_it_leaves_nothing(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "out"
+    prune_checkpoint(model, output)
+    before = states(output)
+    for name in ("same_content", "_check_same"):
+
+        def stop(*_: object) -> bool:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(writing, name, stop)
+            with pytest.raises(KeyboardInterrupt):
+                prune_checkpoint(model, output, resume=True)
+        assert states(output) == before
 
 
 def test_resumed_with_another_input_nothing_of_the_first_stays(model: Path, tmp_path: Path) -> None:

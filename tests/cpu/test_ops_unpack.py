@@ -92,6 +92,51 @@ def test_codes_come_with_their_scale(tmp_path: Path, spec: ScaleSpec, layout: st
     assert "sp24.version" not in metadata
 
 
+@pytest.mark.parametrize("layout", ["row", "sm90"])
+@pytest.mark.parametrize(
+    ("source", "dtype", "amax", "last"),
+    # With the largest value that rounds to the end of the dtype.
+    [
+        ("F32", "f16", 1e6, 65504 + 16),
+        ("F64", None, 3.5e38, 2.0**128 - 2.0**103),
+        ("F32", "bf16", 3.4e38, 2.0**128 - 2.0**119),
+    ],
+)
+def test_values_beyond_the_dtype_are_counted(
+    tmp_path: Path,
+    layout: str,
+    source: str,
+    dtype: str | None,
+    amax: float,
+    last: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stream, "BAND_ELEMENTS", 1)
+    weight = normal(1, (200, 44)).astype(np.float64)
+    weight *= amax / np.abs(weight).max(axis=1, keepdims=True)
+    packed = pack(tmp_path, weight.astype(DTYPES[source]), layout=layout)
+    (tensor,) = unpack_file(packed, tmp_path / "dense", dtype=dtype).tensors
+    unpack_file(packed, tmp_path / "codes", codes=True)
+    codes, _ = load(tmp_path / "codes")
+    exact = codes["a.weight"].astype(np.float64) * codes["a.weight_scale"].astype(np.float64)
+    dense = load(tmp_path / "dense")[0]["a.weight"]
+    beyond = np.abs(exact) >= last
+    assert tensor.saturated == beyond.sum() >= 200
+    largest = float(ml_dtypes.finfo(dense.dtype).max)
+    assert (np.abs(dense[beyond].astype(np.float64)) == largest).all()
+    assert np.isfinite(dense.astype(np.float64)).all()
+
+
+def test_the_largest_value_itself_is_not_beyond(tmp_path: Path) -> None:
+    weight = np.zeros((2, 8), np.float32)
+    weight[0, 0], weight[1, 2] = 65504, -65536
+    packed = pack(tmp_path, weight, optype=OPERAND_TYPES["tf32"], spec=ScaleSpec("none"))
+    (tensor,) = unpack_file(packed, tmp_path / "dense", dtype="f16").tensors
+    dense = load(tmp_path / "dense")[0]["a.weight"]
+    assert (dense[0, 0], dense[1, 2]) == (65504, -65504)
+    assert tensor.saturated == 1
+
+
 def test_a_plain_file_is_refused(tmp_path: Path) -> None:
     source = save(tmp_path / "in", {"a.weight": normal(1, (4, 4))})
     with pytest.raises(BadInputError, match="not a packed file"):

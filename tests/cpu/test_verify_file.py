@@ -98,7 +98,10 @@ def test_pruned_by_another_method_before_it_was_quantized(tmp_path: Path) -> Non
     save(tmp_path / "updated", {"a.weight": pruned * np.float32(1.25)})
     quantize_file(tmp_path / "updated", tmp_path / "q", **E4M3)
     failed = failure(verify_file(tmp_path / "q", tmp_path / "dense", device="cpu"))
-    assert failed.endswith("(the original is not 2:4; pruned by magnitude to compare)")
+    assert failed.endswith(
+        "(the original is not 2:4; pruned by magnitude to compare; "
+        "if sparsegpt pruned it, compare with the pruned file)"
+    )
 
 
 @pytest.mark.parametrize("kind", list(SPECS))
