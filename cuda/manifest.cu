@@ -165,6 +165,7 @@ int main() {
 #define SP24_GATHER(bits)                                                                   \
   conversion(SP24_STRING(SP24_GATHER_NAME(bits)), "gather", "", #bits, sp24::kGatherBytes, \
              "gather");
+#define SP24_CLOCKS() conversion(SP24_STRING(SP24_CLOCKS_NAME()), "clocks", "", "", 0, "clocks");
 #include "kernels.def"
   const char* comma = "";
   std::printf("\n],\n\"args\": {\n\"gemm\": {\"tensor_map_bytes\": %zu, \"bytes\": %zu, \"fields\": [",
@@ -220,6 +221,7 @@ int main() {
   SP24_ARGS("scales", ScalesArgs, SP24_SCALES_ARGS)
   SP24_ARGS("tokens", TokensArgs, SP24_TOKENS_ARGS)
   SP24_ARGS("gather", GatherArgs, SP24_GATHER_ARGS)
+  SP24_ARGS("clocks", ClocksArgs, SP24_CLOCKS_ARGS)
 #undef X
   std::printf("]}\n}}\n");
 }

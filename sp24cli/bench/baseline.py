@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
-from sp24cli.bench.rates import Shape
 from sp24cli.bench.report import align, significant
 from sp24cli.bench.result import BenchResult, CaseResult, Figure, Row, mean_and_least
 
@@ -62,23 +61,22 @@ class MovedProduct:
 
 @dataclass(frozen=True)
 class MovedCase:
-    shape: Shape
-    type: str
-    out: str
-    order: str
+    name: str
     products: tuple[MovedProduct, ...]
 
 
 @dataclass(frozen=True)
 class Comparison:
     """Two results of the bench. ``warnings`` say what else than the kernels may have moved the
-    figures; ``gone`` and ``added`` are cases that only the old or the new result has."""
+    figures, ``cautions`` what the comparison cannot know; ``gone`` and ``added`` are cases that
+    only the old or the new result has."""
 
     old_date: str
     warnings: tuple[str, ...]
     cases: tuple[MovedCase, ...]
     gone: tuple[str, ...]
     added: tuple[str, ...]
+    cautions: tuple[str, ...] = ()
 
     def gain(self, label: str, figure: str) -> float | None:
         """The gains of one product over all cases as a geometric mean; None where it has none."""
@@ -92,34 +90,60 @@ class Comparison:
 
 
 def compare(old: BenchResult, new: BenchResult) -> Comparison:
-    """What moved from ``old`` to ``new``. Cases are matched by shape, types and order, and in
-    their order where several share these."""
+    """What moved from ``old`` to ``new``. Cases are matched by shape, types, order, scales and
+    sums, and in their order where several share these."""
     waiting: dict[tuple[Any, ...], list[CaseResult]] = {}
     for case in old.cases:
         waiting.setdefault(_key(case), []).append(case)
     moved: list[MovedCase] = []
     added: list[str] = []
     warnings = list(_conditions(old, new))
+    cautions = list(_cautions(old, new))
     for case in new.cases:
-        before = waiting.get(_key(case))
-        if not before:
-            added.append(_name(case))
+        before = waiting.get(_key(case), [])
+        match = next((one for one in before if _summed_alike(one, case)), None)
+        if match is None:
+            added.append(case.name)
             continue
-        match = before.pop(0)
+        before.remove(match)
         if (match.weight, match.activations) != (case.weight, case.activations):
-            warnings.append(f"{_name(case)}: other data")
-        products = tuple(_products(match, case))
-        moved.append(MovedCase(case.shape, case.type, case.out, case.order, products))
-    gone = tuple(_name(case) for cases in waiting.values() for case in cases)
-    return Comparison(old.environment.date, tuple(warnings), tuple(moved), gone, tuple(added))
+            warnings.append(f"{case.name}: other data")
+        moved.append(MovedCase(case.name, tuple(_products(match, case))))
+    gone = tuple(case.name for cases in waiting.values() for case in cases)
+    return Comparison(
+        old.environment.date, tuple(warnings), tuple(moved), gone, tuple(added), tuple(cautions)
+    )
 
 
 def _key(case: CaseResult) -> tuple[Any, ...]:
     return case.shape, case.type, case.out, case.order
 
 
-def _name(case: CaseResult) -> str:
-    return f"{case.shape} {case.type} -> {case.out} {case.order}"
+def _summed_alike(old: CaseResult, new: CaseResult) -> bool:
+    """Whether scales and sums are the same, as far as both results say them."""
+    pairs = (old.scale, new.scale), (old.accumulate, new.accumulate)
+    return all(None in pair or pair[0] == pair[1] for pair in pairs)
+
+
+def _cautions(old: BenchResult, new: BenchResult) -> Iterator[str]:
+    """What of two runs keeps a verdict from being sure."""
+    runs = (("old", old), ("new", new))
+    single = [which for which, run in runs if run.settings.rounds == 1]
+    if single:
+        yield (
+            f"one round in the {' and the '.join(single)} run: how far rounds lie apart is not "
+            "known, and a small move may be that"
+        )
+    silent = [
+        which
+        for which, run in runs
+        if any(case.scale is None or case.accumulate is None for case in run.cases)
+    ]
+    if silent:
+        yield (
+            f"scales and sums are not said by the {' and the '.join(silent)} run: cases may "
+            "differ in them"
+        )
 
 
 def _products(old: CaseResult, new: CaseResult) -> Iterator[MovedProduct]:
@@ -160,6 +184,8 @@ def _conditions(old: BenchResult, new: BenchResult) -> Iterator[str]:
         "driver": (a.driver, b.driver),
         "kernels": (a.fatbin_sha256[:12], b.fatbin_sha256[:12]),
     }
+    if a.uuid and b.uuid:
+        named["card"] = (a.uuid[:8], b.uuid[:8])
     for library in sorted({*a.peers, *b.peers}):
         named[library] = (a.peers.get(library, "absent"), b.peers.get(library, "absent"))
     for field in fields(old.settings):
@@ -188,8 +214,9 @@ def lines(comparison: Comparison) -> list[str]:
     """The comparison as text: warnings, a table of all cases, the summary."""
     text = [f"against the run of {comparison.old_date}; speed is the old time over the new one"]
     text += [f"warning: differs in {warning}" for warning in comparison.warnings]
+    text += [f"warning: {caution}" for caution in comparison.cautions]
     for case in comparison.cases:
-        text += ["", f"{case.shape} {case.type} -> {case.out} {case.order}"]
+        text += ["", case.name]
         text += align([HEAD, *(cells(product) for product in case.products)])
     text.append("")
     text += [f"only in the old run: {name}" for name in comparison.gone]

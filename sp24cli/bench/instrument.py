@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from statistics import median
 from typing import Any, Protocol
 
@@ -16,6 +15,7 @@ from sp24cli.bench.statistics import (
     drift,
     interleave,
     launches_for,
+    marks_within,
     power_from_energy,
     window,
 )
@@ -36,6 +36,16 @@ class GraphLike(Protocol):
     def launch(self) -> None: ...
 
 
+class Marks(Protocol):
+    """Places in the device's work between which the SMs' clock is known (gpu/clocks.py)."""
+
+    def record(self, mark: int) -> None: ...
+
+    def mhz(self, first: int, last: int) -> float | None: ...
+
+    def free(self) -> None: ...
+
+
 class Timer(Protocol):
     """What the instrument asks of a device; `DeviceTimer` is the real one."""
 
@@ -46,6 +56,8 @@ class Timer(Protocol):
     def event(self) -> Any: ...
 
     def elapsed_ms(self, start: Any, end: Any) -> float: ...
+
+    def marks(self, count: int) -> Marks: ...
 
     def sample(self) -> Any:
         """A telemetry sample (see gpu/telemetry.py), or None where there is no telemetry."""
@@ -64,13 +76,19 @@ class DeviceTimer:
         self.synchronize = device.synchronize
         self.event = device.event
 
+    def marks(self, count: int) -> Marks:
+        from sp24cli.gpu.clocks import ClockMarks
+
+        return ClockMarks(self._device, count)
+
     def sample(self) -> Any:
         return self._telemetry.sample() if self._telemetry is not None else None
 
 
 @dataclass(frozen=True)
 class State:
-    """The chip during a window: medians of what telemetry read, None where it cannot.
+    """The chip during a window: the clock that its SMs counted, and medians of what telemetry
+    read; None where it cannot.
 
     ``power_w`` is only known of a sustained window: the card's own reading is an average over
     longer than a burst.
@@ -85,10 +103,11 @@ class State:
 
     @classmethod
     def middle(cls, readings: Sequence[Any]) -> State:
-        """The medians of some readings, or of the states of several runs."""
+        """The medians of some readings, which have no clock of the SMs, or of the states of
+        several runs."""
 
         def of(name: str) -> float | None:
-            values = [v for v in (getattr(r, name) for r in readings) if v is not None]
+            values = [v for v in (getattr(r, name, None) for r in readings) if v is not None]
             return float(median(values)) if values else None
 
         reasons = {reason for reading in readings for reason in reading.throttle}
@@ -249,29 +268,42 @@ class Instrument:
         return self._timer.elapsed_ms(start, end)
 
     def _run(self, ready: _Prepared) -> _Run:
-        """One gapless run after an idle pause."""
+        """One run after an idle pause, gapless but for the marks: microseconds, between samples
+        and twice or so in a burst."""
         settings = self.settings
         # The clock was estimated on a warm chip; a quarter more covers one that runs faster.
         graphs = 1 + int(1.25 * settings.sustained_to_ms / ready.graph_ms)
-        events = [self._timer.event() for _ in range(graphs + 1)]
+        every = max(1, int(settings.burst_ms / 2 / ready.graph_ms))
+        marked = range(0, graphs, every)
+        ends = [self._timer.event() for _ in range(graphs)]
+        starts = [ends[i - 1] if i % every else self._timer.event() for i in range(graphs)]
+        marks = self._timer.marks(len(marked) + 1)
         self._timer.synchronize()
         self._sleep(settings.idle_ms / 1000.0)
         began = self._clock()
-        events[0].record()
-        for event in events[1:]:
+        for i in range(graphs):
+            if i in marked:
+                marks.record(i // every)
+                starts[i].record()
             ready.graph.launch()
-            event.record()
+            ends[i].record()
+        marks.record(len(marked))
         burst_state, sustained_state = self._watch(began)
-        events[-1].synchronize()
-        samples = [self._timer.elapsed_ms(a, b) for a, b in pairwise(events)]
-        burst = window(samples, 0.0, settings.burst_ms)
-        sustained = window(samples, settings.sustained_from_ms, settings.sustained_to_ms)
-        return _Run(
-            [sample / ready.launches for sample in burst],
-            [sample / ready.launches for sample in sustained],
-            burst_state,
-            sustained_state,
+        self._timer.synchronize()
+        samples = list(map(self._timer.elapsed_ms, starts, ends))
+        marks_ms = [*(math.fsum(samples[:i]) for i in marked), math.fsum(samples)]
+
+        def figures(state: State, start_ms: float, end_ms: float) -> tuple[list[float], State]:
+            inside = window(samples, start_ms, end_ms)
+            mhz = marks.mhz(*marks_within(marks_ms, start_ms, end_ms))
+            return [sample / ready.launches for sample in inside], replace(state, sm_mhz=mhz)
+
+        burst, burst_state = figures(burst_state, 0.0, settings.burst_ms)
+        sustained, sustained_state = figures(
+            sustained_state, settings.sustained_from_ms, settings.sustained_to_ms
         )
+        marks.free()
+        return _Run(burst, sustained, burst_state, sustained_state)
 
     def _watch(self, began: float) -> tuple[State, State]:
         """Telemetry until the run's end by the host's clock: the state in either window.

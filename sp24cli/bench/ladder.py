@@ -73,8 +73,9 @@ class RungRow:
 
 @dataclass(frozen=True)
 class LadderResult:
-    """What a run found. ``reference`` says what the products were compared with; a rung that gave
-    no figures is in ``failures``."""
+    """What a run found. ``reference`` says what the products were compared with, ``alike`` whether
+    the rungs had to have the bits of the chosen kernel too; a rung that gave no figures is in
+    ``failures``."""
 
     environment: Environment
     settings: Settings
@@ -88,6 +89,7 @@ class LadderResult:
     reference: str
     rows: tuple[RungRow, ...]
     failures: tuple[Failure, ...]
+    alike: bool = True
 
     def to_json(self) -> dict[str, Any]:
         return {"sp24.ladder": SCHEMA, **document(self)}
@@ -100,8 +102,8 @@ class LadderResult:
     def cycles(self, figure: Figure) -> float | None:
         """Cycles that an SM spends on a step: 128 x 256 of D by 128 bytes along K.
 
-        By the clock that was read meanwhile, None where it could not be; the tensor cores alone
-        take 512. A last round of tiles that does not fill the chip counts as time of all SMs.
+        By the clock meanwhile, None where it is not known; the tensor cores alone take 512. A last
+        round of tiles that does not fill the chip counts as time of all SMs.
         """
         if not figure.sm_mhz:
             return None
@@ -169,7 +171,7 @@ def run(
     progress: Progress | None = None,
     finished: Callable[[str], None] | None = None,
 ) -> LadderResult:
-    """Verify every rung, then time those that are right, interleaved.
+    """Verify every rung, then time those that are right, interleaved, and look at each once more.
 
     The chosen kernel is verified as `sp24 bench` does. A rung must be within the same bounds in
     every element, and have the same bits as the others, since all sum in one order, and as the
@@ -206,32 +208,35 @@ def run(
                 rung = Rung(operands, weights, entry)
                 seen, bits = judge.sibling(operands, rung, entry.name, bits)
             except Sp24Error as error:
-                failures.append(
-                    Failure(case.shape, f"rung {entry.label}: {error}", error.exit_code)
-                )
+                failures.append(_failed(case, entry, error))
                 continue
             rungs.append((entry, rung, seen, bits))
             done(f"rung {entry.number}, {entry.label}: right in every element")
 
-        works: list[tuple[Rung | Ours, Array]] = [
-            *((rung, output) for _, rung, _, output in rungs),
-            (chosen, verified),
-        ]
+        works: list[Rung | Ours] = [*(rung for _, rung, _, _ in rungs), chosen]
         timer = DeviceTimer(device, telemetry)
         measured = Instrument(timer, settings).measure(
-            [work for work, _ in works], lambda count, total: say(f"timing, run {count} of {total}")
+            works, lambda count, total: say(f"timing, run {count} of {total}")
         )
-        for work, output in works:
+
+        def check_again(work: Rung | Ours, output: Array) -> None:
             same = again(device, operands, work, output, bench.order)
             raise_if_wrong(case, work.role.detail, [same])
-    rows = [
-        _rung_row(entry, timed_row(rung.role, seen, timing, case, bench, device))
-        for (entry, rung, seen, _), timing in zip(rungs, measured, strict=False)
-    ]
+
+        rows: list[RungRow] = []
+        for (entry, rung, seen, output), timing in zip(rungs, measured, strict=False):
+            try:
+                check_again(rung, output)
+            except Sp24Error as error:
+                failures.append(_failed(case, entry, error))
+                continue
+            row = timed_row(rung.role, seen, timing, case, bench, device)
+            rows.append(_rung_row(entry, row))
+        check_again(chosen, verified)
     last = timed_row(chosen.role, check, measured[-1], case, bench, device)
     rows.append(RungRow(plan.height, PRODUCTION, False, PRODUCTION_CHANGED, None, None, last))
     return LadderResult(
-        environment(device, {}, None, ()),
+        environment(device, libraries.states, telemetry=telemetry),
         settings,
         case.shape,
         case.type,
@@ -243,7 +248,12 @@ def run(
         judge.how,
         tuple(rows),
         tuple(failures),
+        alike,
     )
+
+
+def _failed(case: Case, entry: RungEntry, error: Sp24Error) -> Failure:
+    return Failure(case.shape, f"rung {entry.label}: {error}", error.exit_code)
 
 
 def _rung_row(entry: RungEntry, row: Row) -> RungRow:

@@ -6,12 +6,22 @@ import csv
 import io
 from collections.abc import Sequence
 from html import escape
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from sp24cli.bench.ladder import LadderResult, RungRow
 from sp24cli.bench.page import STYLE, bullets, table_row
 from sp24cli.bench.plot import BLUE, GREY, ORANGE, YELLOW, drawn, require
-from sp24cli.bench.report import COLUMNS, align, measured_on, number, pipes, plain, significant
+from sp24cli.bench.report import (
+    COLUMNS,
+    align,
+    measured_on,
+    number,
+    pipes,
+    plain,
+    significant,
+    throttle,
+)
 from sp24cli.errors import Sp24Error
 
 if TYPE_CHECKING:
@@ -27,7 +37,7 @@ LEGEND = (
     "burst and sust.(ained) are dense-equivalent TFLOPS (2MNK/t); 'last' is the gain over the main "
     "rung before, 'base' over the lowest. log: TFLOPS, and gain over its own step before, on an "
     "H800 PCIe with FP16 accumulation. cycles: what an SM spends on 128 x 256 of D by 128 bytes "
-    "along K, by the clock read in the burst and while sustained (the tensor cores alone: 512). "
+    "along K, by the clock in the burst and while sustained (the tensor cores alone: 512). "
     "Share of peak and MHz are of the sustained figure; + marks a side rung, on which no other "
     "builds."
 )
@@ -76,21 +86,41 @@ def cells(result: LadderResult, rung: RungRow) -> tuple[str, ...]:
 
 def head(result: LadderResult) -> list[str]:
     """The problem and how its products were verified."""
+    which = "rungs with figures" if result.failures else "every rung"
+    bits = (
+        "with the bits of the last"
+        if result.alike
+        else "with one another's bits; the last sums in an order of its own"
+    )
     return [
         f"{result.shape} {result.type} -> {result.out} {result.order}: the ladder of {result.type}",
-        f"every rung verified in every element ({result.reference}), with the bits of the last",
+        f"{which} verified in every element ({result.reference}), {bits}",
         f"A: {result.weight}; B: {result.activations}; {result.slots} copies of the inputs in turn",
     ]
 
 
 def doubts(result: LadderResult) -> list[str]:
-    """What a reader must know before trusting a figure, a line a rung."""
+    """What a reader must know before trusting a figure, a line a rung; then what held which rungs
+    back."""
     lines = []
     for rung in result.rows:
         parts = [f"{f} {text}" for f in _FIGURES for text in getattr(rung.row, f).doubts]
         if parts:
             lines.append(f"{rung.label}: {'; '.join(parts)}")
+    reasons = sorted({reason for rung in result.rows for reason in throttle(rung.row)})
+    for reason in reasons:
+        held = [rung.number for rung in result.rows if reason in throttle(rung.row)]
+        lines.append(f"throttled ({reason}): rungs {_ranges(held)}")
     return lines
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Rising numbers, those that follow one another as in 5-16."""
+    parts = []
+    for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
+        found = [number for _, number in run]
+        parts.append("-".join(str(n) for n in dict.fromkeys((found[0], found[-1]))))
+    return ", ".join(parts)
 
 
 def failures(result: LadderResult) -> list[str]:

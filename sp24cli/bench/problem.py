@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from tokenize import TokenError
 from typing import Any
@@ -130,14 +131,29 @@ def parse_shape(text: str) -> Shape:
     parts = text.lower().replace("×", "x").split("x")
     if len(parts) != 3 or not all(p.isascii() and p.isdigit() for p in parts):
         raise ValueError(f"{text!r} is not MxNxK, as in 4096x8192x8192")
-    m, n, k = (int(p) for p in parts)
-    if min(m, n, k) < 1:
-        raise ValueError(f"{text!r}: every side must be positive")
-    if max(m, n, k) >= 1 << 31:
-        raise ValueError(f"{text!r}: every side must be below 2^31")
+    m, n, k = _sizes(parts, f"{text!r}: every side")
     if k % 4:
         raise ValueError(f"{text!r}: K must be a multiple of 4")
     return Shape(m, n, k)
+
+
+def parse_counts(text: str) -> tuple[int, ...]:
+    """Numbers of tokens written ``N,N,...``; `ValueError` with what is wrong."""
+    parts = text.split(",")
+    if not all(p.isascii() and p.isdigit() for p in parts):
+        raise ValueError(f"{text!r} is not a list of token counts, as in 16,128,4096")
+    return _sizes(parts, f"{text!r}: all token counts")
+
+
+def _sizes(parts: Sequence[str], what: str) -> tuple[int, ...]:
+    """Strings of digits as sizes of a problem; `ValueError` about ``what`` for one that is none."""
+    # Eleven digits are too many already, and thousands more than int() takes.
+    sizes = tuple(int(part.lstrip("0")[:11] or "0") for part in parts)
+    if min(sizes) < 1:
+        raise ValueError(f"{what} must be positive")
+    if max(sizes) >= 1 << 31:
+        raise ValueError(f"{what} must be below 2^31")
+    return sizes
 
 
 def random_normal(rows: int, columns: int, seed: int, dtype: npt.DTypeLike, workers: int) -> Array:

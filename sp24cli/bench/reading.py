@@ -61,6 +61,8 @@ def _document(path: str) -> dict[str, Any]:
 def _read(path: str, key: str, schema: int, kind: type[Any]) -> Any:
     document = _document(path)
     version = document.get(key)
+    if version is None and "sp24.choices" in document:
+        raise BadInputError(f"{path}: the times of --tune, which --from does not show")
     if version is None:
         raise BadInputError(f"{path}: not a result of sp24 bench --json")
     if version != schema:

@@ -12,16 +12,22 @@ from sp24cli.bench.statistics import Settings
 from sp24cli.kernels.manifest import Manifest
 
 HEAD = (
-    "", "burst us", "TFLOPS", "sust. us", "TFLOPS", "GB/s", "of peak", "MHz", "W", "TFLOPS/W",
+    "", "burst us", "TFLOPS", "sust. us", "TFLOPS", "GB/s", "of peak", "MHz", "W", "mJ", "TFLOPS/W",
     "sp24 is", "doubts",
 )  # fmt: skip
 
 #: Said once under every table, since the words are easily misread.
 LEGEND = (
     "TFLOPS are dense-equivalent (2MNK/t). GB/s, share of peak (tensor cores at the highest "
-    "clock), MHz and W are of the sustained figure. 'sp24 is': the peer's time over sp24's, "
-    "burst / sustained; * marks the fastest cuSPARSELt algorithms."
+    "clock), MHz, W and mJ (of one product) are of the sustained figure. 'sp24 is': the peer's "
+    "time over sp24's, burst / sustained; * marks the fastest cuSPARSELt algorithms."
 )
+
+#: By where clocks come from.
+_CLOCKS = {
+    "counted": "MHz and cycles are those that the SMs counted",
+    "nvml": "MHz and cycles are by NVML's clock, at the power cap up to a third above the SMs'",
+}
 
 #: Said as well where a ceiling was measured.
 CEILING_LEGEND = (
@@ -60,7 +66,7 @@ def markdown(result: BenchResult, more: Sequence[str] = ()) -> str:
     """The same as Markdown, for a README or a results folder; ``more`` lines as they are."""
     lines = ["# sp24 bench", "", *(f"- {line}" for line in conditions(result)), ""]
     for case in result.cases:
-        lines += [f"## {case.shape} {case.type} → {case.out} {case.order}", ""]
+        lines += [f"## {case.name.replace('->', '→')}", ""]
         lines += [f"{line}  " for line in case_head(result, case)[1:]]
         heads = head(result)
         lines += ["", pipes(heads), "| --- |" + " ---: |" * (len(heads) - 2) + " --- |"]
@@ -158,6 +164,8 @@ def measured_on(e: Environment, s: Settings) -> list[str]:
         f"running; {s.rounds} interleaved rounds of CUDA graphs",
         *([] if e.copy_tbps is None else [f"copying memory: {e.copy_tbps:.2f} TB/s, read + write"]),
         *_alone(e),
+        *([_CLOCKS[e.clock]] if e.clock in _CLOCKS else []),
+        *([] if e.unread is None else [e.unread]),
     ]
 
 
@@ -225,7 +233,7 @@ def case_head(result: BenchResult, case: CaseResult) -> list[str]:
     kernel = next(row.role.detail for row in case.rows if row.role.family == "sp24")
     by = "" if case.chosen_by is None else f" (by {case.chosen_by})"
     return [
-        f"{case.shape} {case.type} -> {case.out} {case.order}",
+        case.name,
         f"kernel {kernel}{by}; verified: {case.reference}{share}",
         f"A: {case.weight}; B: {case.activations}; {rotation}",
         *_against_copy(result, case),
@@ -262,6 +270,7 @@ def cells(result: BenchResult, case: CaseResult, row: Row) -> tuple[str, ...]:
         *([_of_ceiling(result, case, row)] * _has_ceiling(result)),
         number(sustained.sm_mhz, 0),
         number(sustained.power_w, 0),
+        number(None if sustained.joules is None else 1e3 * sustained.joules, 1),
         number(sustained.tflops_per_watt, 2),
         _against(case, row),
         _doubts(row),
@@ -286,10 +295,14 @@ def _against(case: CaseResult, row: Row) -> str:
 def _doubts(row: Row) -> str:
     parts = [f"burst {text}" for text in row.burst.doubts]
     parts += [f"sustained {text}" for text in row.sustained.doubts]
-    reasons = dict.fromkeys((*row.burst.throttle, *row.sustained.throttle))
-    if reasons:
+    if reasons := throttle(row):
         parts.append(f"throttled: {' '.join(reasons)}")
     return "; ".join(parts)
+
+
+def throttle(row: Row) -> tuple[str, ...]:
+    """What held the chip back in either figure."""
+    return tuple(dict.fromkeys((*row.burst.throttle, *row.sustained.throttle)))
 
 
 def skipped(case: CaseResult) -> Iterable[tuple[str, str]]:

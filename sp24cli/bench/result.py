@@ -68,7 +68,8 @@ class CaseResult:
     ``slots`` copies of the inputs (``input_bytes`` each: packed A and B) were cycled through;
     ``past_l2`` is false where even so they fit in the L2. ``searched`` counts the algorithms
     of cuSPARSELt that were ranked. ``skipped`` is (label, reason). ``chosen_by`` says what the
-    choice of our kernel rests on (see gpu/select.py); None in results that are older than that.
+    choice of our kernel rests on (see gpu/select.py); ``scale`` is the kind of the weight's scales
+    and their block, ``accumulate`` as for `BenchPlan`. These are None in results that are older.
     """
 
     shape: Shape
@@ -86,6 +87,18 @@ class CaseResult:
     searched: int
     skipped: tuple[tuple[str, str], ...]
     chosen_by: str | None = None
+    scale: str | None = None
+    accumulate: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The problem in words; scales and sums are said where they are not the usual ones."""
+        parts = [f"{self.shape} {self.type} -> {self.out} {self.order}"]
+        if self.scale not in (None, "none", "tensor"):
+            parts.append(f"scale {self.scale}")
+        if self.accumulate not in (None, "fast"):
+            parts.append(f"{self.accumulate} sums")
+        return ", ".join(parts)
 
     def best(self, family: str, figure: str, *, default: bool | None = None) -> Row | None:
         """The fastest row of a family by ``figure`` ("burst" or "sustained")."""
@@ -125,7 +138,9 @@ class Environment:
     """Where and with what it was measured. ``peers`` maps a library to its version, or to the
     reason it was not used. ``copy_tbps`` is the rate of a copy in device memory, terabytes a
     second read and written, None where it was not asked for; ``wgmma`` what the tensor cores do
-    at most, as far as that was asked for."""
+    at most, as far as that was asked for. ``unread`` says what of the card could not be read, and
+    why; ``uuid`` which card it is, None in results that are older. ``clock`` is where clocks come
+    from: "counted" by the SMs (gpu/clocks.py), or "nvml" in results that are older."""
 
     date: str
     gpu: str
@@ -139,6 +154,9 @@ class Environment:
     peers: dict[str, str]
     copy_tbps: float | None = None
     wgmma: tuple[WgmmaCeiling, ...] = ()
+    unread: str | None = None
+    uuid: str | None = None
+    clock: str = "nvml"
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import subprocess
 from collections.abc import Callable
@@ -46,6 +47,7 @@ from sp24cli.bench.result import (
 from sp24cli.bench.statistics import rotation
 from sp24cli.errors import Sp24Error
 from sp24cli.kernels import manifest
+from sp24cli.ops.report import scale_text
 from sp24cli.peers.cublaslt import CublasLt
 from sp24cli.peers.cusparselt import CusparseLt
 from sp24cli.peers.loading import PeerAbsent, PeerError
@@ -117,7 +119,7 @@ def run(
                 if finished is not None:
                     finished(result)
     return BenchResult(
-        environment(device, libraries.states, copy_tbps, wgmma),
+        environment(device, libraries.states, copy_tbps, wgmma, telemetry),
         plan.settings,
         tuple(cases),
         tuple(failures),
@@ -160,6 +162,8 @@ def open_libraries(device: Device, stack: ExitStack, *, wanted: bool) -> Librari
     if not wanted:
         found.cusparselt = None
         found.states = dict.fromkeys(found.states, "not asked for")
+        if found.cublaslt is not None:
+            found.states["cuBLASLt"] = f"{found.cublaslt.version} (reference alone)"
     return found
 
 
@@ -246,6 +250,8 @@ def _run_case(bench: _Bench, case: Case, tell: Progress) -> CaseResult:
         searched,
         tuple(skipped),
         ours.chosen_by,
+        scale_text(packed.info.scale),
+        plan.accumulate,
     )
 
 
@@ -369,8 +375,9 @@ def timed_row(
 def environment(
     device: Device,
     peers: dict[str, str],
-    copy_tbps: float | None,
-    wgmma: tuple[WgmmaCeiling, ...],
+    copy_tbps: float | None = None,
+    wgmma: tuple[WgmmaCeiling, ...] = (),
+    telemetry: Any = None,
 ) -> Environment:
     """Where and with what it is measured, now."""
     version = device.driver_version
@@ -387,7 +394,19 @@ def environment(
         peers,
         copy_tbps,
         wgmma,
+        _unread(telemetry),
+        device.uuid,
+        "counted",
     )
+
+
+def _unread(telemetry: Any) -> str | None:
+    """What ``telemetry`` does not tell of the card, and why; None where it does or is not asked."""
+    if telemetry is None or any(vars(telemetry.sample()).values()):
+        return None
+    there = importlib.util.find_spec("pynvml") is not None
+    why = "NVML does not answer" if there else "nvidia-ml-py is not installed"
+    return f"power, temperature and throttling not read: {why}"
 
 
 def source_commit(root: Path) -> str | None:

@@ -145,6 +145,17 @@ def window(samples_ms: Sequence[float], start_ms: float, end_ms: float) -> list[
     return inside or covering or list(samples_ms[-1:])
 
 
+def marks_within(marks_ms: Sequence[float], start_ms: float, end_ms: float) -> tuple[int, int]:
+    """The first and the last of some marks of a run that lie between two times since its start;
+    if less than two do, the neighbours around the middle. There are two marks at least."""
+    inside = [i for i, at in enumerate(marks_ms) if start_ms <= at <= end_ms]
+    if len(inside) > 1:
+        return inside[0], inside[-1]
+    middle = (start_ms + end_ms) / 2
+    after = min(max(sum(at <= middle for at in marks_ms), 1), len(marks_ms) - 1)
+    return after - 1, after
+
+
 def drift(medians: Sequence[float]) -> float:
     """Largest distance between the medians of the rounds, relative to their median."""
     middle = median(medians)

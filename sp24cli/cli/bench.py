@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import tempfile
@@ -59,12 +60,20 @@ def _shape(context: click.Context, parameter: click.Parameter, values: tuple[str
 
 
 def _counts(context: click.Context, parameter: click.Parameter, value: str | None) -> Any:
+    from sp24cli.bench.problem import parse_counts
+
     if value is None:
         return ()
-    parts = value.split(",")
-    if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
-        raise click.BadParameter(f"{value!r} is not a list of token counts, as in 16,128,4096")
-    return tuple(int(part) for part in parts)
+    try:
+        return parse_counts(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+
+
+def _finite(context: click.Context, parameter: click.Parameter, value: float) -> float:
+    if not math.isfinite(value):  # FloatRange lets NaN pass
+        raise click.BadParameter(f"{value} is not a finite number")
+    return value
 
 
 def _file_option(name: str, what: str) -> Callable[[Any], Any]:
@@ -153,7 +162,8 @@ def _file_option(name: str, what: str) -> Callable[[Any], Any]:
     "--peers/--no-peers",
     default=True,
     show_default=True,
-    help="Also time cuBLASLt and cuSPARSELt where they are installed.",
+    help="Also time cuBLASLt and cuSPARSELt where they are installed (sp24[peers]), or at the "
+    "paths in SP24_CUBLASLT and SP24_CUSPARSELT. cuBLASLt gives the float64 reference either way.",
 )
 @click.option(
     "--rounds",
@@ -168,6 +178,7 @@ def _file_option(name: str, what: str) -> Callable[[Any], Any]:
     default=2.0,
     show_default=True,
     metavar="PERCENT",
+    callback=_finite,
     help="Median deviation above which a figure is marked doubtful.",
 )
 @seed_option(24, "Seed of the random data.")

@@ -1,4 +1,4 @@
-"""What the card says of itself while it works: clocks, power, heat and what holds it back."""
+"""What the card says of itself while it works: power, heat, memory clock and what holds it back."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ _THROTTLE = {
 class Sample:
     """One reading. Fields are None where NVML or the card does not tell."""
 
-    sm_mhz: int | None = None
     mem_mhz: int | None = None
     power_w: float | None = None
     temp_c: int | None = None
@@ -71,7 +70,6 @@ class Telemetry:
         limit = self._ask("nvmlDeviceGetEnforcedPowerLimit")
         bits = self._ask("nvmlDeviceGetCurrentClocksThrottleReasons") or 0
         return Sample(
-            sm_mhz=self._ask("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM),
             mem_mhz=self._ask("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_MEM),
             power_w=None if power is None else power / 1e3,
             temp_c=self._ask("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU),

@@ -196,7 +196,8 @@ class RungEntry:
 
 @dataclass(frozen=True)
 class ConversionEntry:
-    """A kernel that prunes, quantizes or rearranges: ``kind`` says which (`CONVERSIONS`).
+    """A kernel that prunes, quantizes or rearranges, or reads the SMs' clocks: ``kind`` says which
+    (`CONVERSIONS`).
 
     ``source`` is the type of what is converted (for ``gather`` the bits of an item, for
     ``pack_widened`` the scales in the image), ``a_type`` that of the result, where the kind knows
@@ -228,6 +229,7 @@ CONVERSIONS = (
     "smooth_tokens",
     "gather",
     "pack_widened",
+    "clocks",
 )
 
 AnyEntry = Entry | PackEntry | CeilingEntry | RungEntry | ConversionEntry

@@ -79,7 +79,17 @@ class HostDevice:
         return entry
 
     def launch(self, kernel, grid, parameters, stream):
-        self.do(kernel.name, self.launch_us.get(kernel.name, 1.0) * grid, lambda: None)
+        if kernel.name == "clocks":
+            self.mark(int(parameters[0]["marks"]), grid)
+        else:
+            self.do(kernel.name, self.launch_us.get(kernel.name, 1.0) * grid, lambda: None)
+
+    def mark(self, address, sms):
+        """What the clocks' kernel writes, at 1700 MHz; it takes no time."""
+        start = max(ptr for ptr in self.buffers if ptr <= address)
+        place = self.buffers[start].bytes[address - start :][: 16 * sms]
+        now = np.array([1700 * self.time_us, 1000 * self.time_us], np.uint64)
+        place[:] = np.tile(now + np.uint64(10**9), sms).view(np.uint8)
 
     def synchronize(self):
         pass

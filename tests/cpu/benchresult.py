@@ -40,7 +40,7 @@ def case(shape: Shape, *rows: Row) -> CaseResult:
     return CaseResult(
         shape, "e4m3", "bf16", "nm", "random normal, seed 24", "random normal", 4, 88_000_000,
         True, "float64 product by cuBLASLt", (rows[0].check,), rows, 50, (("id 9", "refused"),),
-        "table",
+        "table", "tensor", "fast",
     )  # fmt: skip
 
 

@@ -25,7 +25,7 @@ def first_move(old, new, figure="burst"):
 
 def test_the_same_result_moved_nowhere():
     found = compare(OLD, OLD)
-    assert found.warnings == found.gone == found.added == ()
+    assert found.warnings == found.gone == found.added == found.cautions == ()
     labels = [[product.label for product in case.products] for case in found.cases]
     assert labels == [
         ["sp24", "cuSPARSELt best", "cuSPARSELt default", "cuBLASLt dense"],
@@ -86,6 +86,57 @@ def test_what_else_differs_is_a_warning():
     assert compare(OLD, other).warnings == ("4096x8192x8192 e4m3 -> bf16 nm: other data",)
     text = "\n".join(lines(compare(OLD, new)))
     assert "warning: differs in GPU: NVIDIA H200 -> NVIDIA H100" in text
+
+
+def test_another_card_of_the_kind_is_a_warning():
+    def on(uuid):
+        return replace(OLD, environment=replace(OLD.environment, uuid=uuid))
+
+    assert compare(on("0123456789ab"), on("ba9876543210")).warnings == (
+        "card: 01234567 -> ba987654",
+    )
+    for other in ("0123456789ab", None):
+        assert compare(on("0123456789ab"), on(other)).warnings == ()
+
+
+@pytest.mark.parametrize(("rounds", "which"), [((1, 3), "old"), ((3, 1), "new"), ((1, 1), "both")])
+def test_one_round_has_no_drift_to_judge_by(rounds, which):
+    old, new = (replace(OLD, settings=Settings(rounds=count)) for count in rounds)
+    (caution,) = compare(old, new).cautions
+    runs = "old and the new" if which == "both" else which
+    assert caution.startswith(f"one round in the {runs} run: how far rounds lie apart is not known")
+    assert f"warning: {caution}" in lines(compare(old, new))
+
+
+def scaled(scale, accumulate="fast"):
+    return replace(OLD, cases=(replace(OLD.cases[0], scale=scale, accumulate=accumulate),))
+
+
+@pytest.mark.parametrize(
+    ("new", "name"),
+    [
+        (scaled("block 128x128"), "4096x8192x8192 e4m3 -> bf16 nm, scale block 128x128"),
+        (scaled("tensor", "precise"), "4096x8192x8192 e4m3 -> bf16 nm, precise sums"),
+    ],
+)
+def test_other_scales_or_sums_are_another_case(new, name):
+    found = compare(scaled("tensor"), new)
+    assert (found.cases, found.gone, found.added) == (
+        (),
+        ("4096x8192x8192 e4m3 -> bf16 nm",),
+        (name,),
+    )
+    assert compare(new, new).cases[0].name == name
+
+
+def test_where_a_run_does_not_say_its_scales_the_reader_is_told():
+    unsaid = scaled(None, None)
+    for old, new, which in ((unsaid, scaled("mx"), "old"), (scaled("mx"), unsaid, "new")):
+        found = compare(old, new)
+        assert len(found.cases) == 1
+        assert found.cautions == (
+            f"scales and sums are not said by the {which} run: cases may differ in them",
+        )
 
 
 def test_cases_that_one_run_lacks():

@@ -14,7 +14,6 @@ from sp24cli.bench.statistics import Settings
 
 @dataclass(frozen=True)
 class Reading:
-    sm_mhz: float | None
     power_w: float | None
     throttle: tuple[str, ...]
     mem_mhz: float | None = 3201.0
@@ -85,9 +84,31 @@ class Chip:
         energy = None
         if self.counter:  # 640 W, told every 20 ms
             energy = 640.0 * 20 * (self.now // 20)
-        return Reading(
-            1300.0 if hot else 1980.0, 700.0 if hot else 500.0, ("power",) * hot, energy_mj=energy
-        )
+        return Reading(700.0 if hot else 500.0, ("power",) * hot, energy_mj=energy)
+
+    def marks(self, count: int) -> Marks:
+        return Marks(self, count)
+
+
+class Marks:
+    """Cycles at 1980 MHz while the chip is cold, at 1320 after that."""
+
+    def __init__(self, chip: Chip, count: int) -> None:
+        self.chip, self.count = chip, count
+        self.at: list[float] = []  # ms since the pause
+
+    def record(self, mark: int) -> None:
+        assert mark == len(self.at) < self.count
+        self.at.append(max(self.chip.free_at, self.chip.now) - self.chip.cold_since)
+
+    def mhz(self, first: int, last: int) -> float:
+        assert len(self.at) == self.count
+        begin, end = self.at[first], self.at[last]
+        cold = max(0.0, min(end, 100.0) - begin)
+        return round((1980.0 * cold + 1320.0 * (end - begin - cold)) / (end - begin), 6)
+
+    def free(self) -> None:
+        self.count = 0
 
 
 class Event:
@@ -145,7 +166,7 @@ def test_telemetry_stands_beside_its_own_window():
     chip = Chip()
     (found,) = measure(chip, [Simulated(chip, "a", 0.1)])
     assert found.burst.state == State(1980.0, 3201.0, None, None, 700.0, ())
-    assert found.sustained.state == State(1300.0, 3201.0, 700.0, None, 700.0, ("power",))
+    assert found.sustained.state == State(1320.0, 3201.0, 700.0, None, 700.0, ("power",))
 
 
 def test_power_comes_from_the_energy_counter_where_there_is_one():
@@ -154,10 +175,10 @@ def test_power_comes_from_the_energy_counter_where_there_is_one():
     assert found.sustained.state.power_w == pytest.approx(640.0, rel=0.02)
 
 
-def test_without_telemetry_there_is_only_time():
+def test_without_telemetry_there_are_time_and_clock():
     chip = Chip(telemetry=False)
     (found,) = measure(chip, [Simulated(chip, "a", 0.1)])
-    assert found.sustained.state == State()
+    assert found.sustained.state == State(sm_mhz=1320.0)
     assert found.sustained.us.median == pytest.approx(150.0)
 
 

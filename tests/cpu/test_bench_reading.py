@@ -66,13 +66,17 @@ def test_there_are_results_to_read():
 def test_older_documents_lack_what_was_added_since(read):
     document = RESULT.to_json()
     del document["environment"]["copy_tbps"], document["environment"]["wgmma"]
+    del document["environment"]["unread"], document["environment"]["uuid"]
     for case in document["cases"]:
-        del case["chosen_by"]
+        del case["chosen_by"], case["scale"], case["accumulate"]
     found = read(document)
     assert found.environment.copy_tbps is None
     assert found.environment.wgmma == ()
     assert found.cases[0].chosen_by is None
-    assert replace(found.cases[0], chosen_by="table") == RESULT.cases[0]
+    assert found.cases[0].name == RESULT.cases[0].name
+    was = RESULT.cases[0]
+    added = {name: getattr(was, name) for name in ("chosen_by", "scale", "accumulate")}
+    assert replace(found.cases[0], **added) == was
 
 
 def test_unknown_fields_are_ignored(read):
@@ -96,6 +100,13 @@ def test_an_infinite_error_is_null_in_between(read):
 def test_what_is_no_result_is_refused(read, text, message):
     with pytest.raises(BadInputError, match=message):
         read(text)
+
+
+def test_what_tune_has_written_is_known_by_name():
+    path = str(ROOT / "samples/results/h200-2026-11-30-select30.json")
+    for reader in (read_any, read_result):
+        with pytest.raises(BadInputError, match="the times of --tune, which --from does not show"):
+            reader(path)
 
 
 def _set(*keys):

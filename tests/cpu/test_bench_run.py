@@ -7,6 +7,7 @@ import io
 import json
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -18,6 +19,7 @@ from sp24cli.bench import run as bench
 from sp24cli.bench.problem import random_tokens, random_weight
 from sp24cli.bench.rates import Shape
 from sp24cli.errors import BadInputError, Sp24Error
+from sp24cli.gpu.telemetry import Sample
 from sp24cli.ops.calibrate import Calibration
 from sp24cli.ops.choose import Choice
 from sp24cli.ops.quantize import quantize_file
@@ -313,6 +315,51 @@ def test_no_peers_leaves_them_out_but_keeps_the_reference(device, monkeypatch):
     result = run(device, peers=False)
     assert [row.role.label for row in result.cases[0].rows] == ["sp24"]
     assert result.cases[0].reference == "float64 product by cuBLASLt"
+    assert result.environment.peers == {
+        "cuBLASLt": "13 (reference alone)", "cuSPARSELt": "not asked for",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("nvml", "why"), [(None, "nvidia-ml-py is not installed"), (object(), "NVML does not answer")]
+)
+def test_a_card_that_cannot_be_read_is_said(device, monkeypatch, nvml, why):
+    silent = SimpleNamespace(sample=lambda: Sample())
+    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: nvml)
+    cases = plan.plan_shapes((SMALL,), "e4m3", workers=2)
+    result = bench.run(plan.BenchPlan(cases, "nm", settings=SETTINGS), device, telemetry=silent)
+    assert result.environment.unread == f"power, temperature and throttling not read: {why}"
+    assert result.environment.unread in report.table(result).splitlines()
+    assert f"- {result.environment.unread}" in report.markdown(result).splitlines()
+
+
+def test_a_card_that_is_read_is_named(device, monkeypatch):
+    monkeypatch.setattr(device, "uuid", "5a" * 16, raising=False)
+    reading = SimpleNamespace(sample=lambda: Sample(power_w=400.0))
+    cases = plan.plan_shapes((SMALL,), "e4m3", workers=2)
+    result = bench.run(plan.BenchPlan(cases, "nm", settings=SETTINGS), device, telemetry=reading)
+    assert (result.environment.unread, result.environment.uuid) == (None, "5a" * 16)
+
+
+@pytest.mark.parametrize(
+    ("options", "said", "name"),
+    [
+        ({}, ("tensor", "fast"), "128x16x256 e4m3 -> bf16 nm"),
+        ({"type_name": "f16"}, ("none", "fast"), "128x16x256 f16 -> f16 nm"),
+        (
+            {"scale": "block", "block": "1x64"},
+            ("block 1x64", "fast"),
+            "128x16x256 e4m3 -> bf16 nm, scale block 1x64",
+        ),
+        ({"scale": "mx"}, ("mx", "fast"), "128x16x256 e4m3_bf16 -> bf16 nm, scale mx"),
+    ],
+)
+def test_a_case_says_its_scales_and_sums(device, options, said, name):
+    result = run(device, **options)
+    (case,) = result.cases
+    assert (case.scale, case.accumulate) == said
+    assert name in report.table(result).splitlines()
+    assert f"## {name.replace('->', '→')}" in report.markdown(result).splitlines()
 
 
 def test_cases_share_a_weight(device, monkeypatch):
@@ -336,6 +383,9 @@ class TestSummation:
         asked = plan.BenchPlan(cases, "nm", None, False, SETTINGS, 2, accumulate="precise")
         result = bench.run(asked, device)
         (case,) = result.cases
+        assert (case.accumulate, case.name) == (
+            "precise", "128x16x256 e4m3 -> bf16 nm, precise sums",
+        )  # fmt: skip
         assert [(row.role.label, row.role.detail) for row in case.rows] == [
             ("sp24", "kernel_of_choice_precise"), ("sp24 fast", "kernel_of_choice"),
         ]  # fmt: skip
@@ -539,6 +589,15 @@ class TestReports:
         (line,) = [line for line in text.splitlines() if line.startswith("sp24   ")]
         assert "sustained noise 9.0%" in line
         assert "throttled: sw_power_cap" in line
+
+    def test_the_energy_of_a_product_stands_beside_the_power(self, result):
+        case = result.cases[0]
+        figure = replace(case.rows[0].sustained, power_w=700.0, joules=0.0123)
+        rows = (replace(case.rows[0], sustained=figure), *case.rows[1:])
+        shown = dict(zip(report.head(result), report.cells(result, case, rows[0]), strict=True))
+        assert (shown["W"], shown["mJ"]) == ("700", "12.3")
+        unread = dict(zip(report.head(result), report.cells(result, case, rows[1]), strict=True))
+        assert unread["mJ"] == ""
 
     def test_json_is_plain_and_whole(self, result):
         document = json.loads(json.dumps(result.to_json(), allow_nan=False))

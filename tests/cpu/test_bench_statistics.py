@@ -11,6 +11,7 @@ from sp24cli.bench.statistics import (
     drift,
     interleave,
     launches_for,
+    marks_within,
     power_from_energy,
     quantile,
     rotation,
@@ -110,6 +111,17 @@ def test_window_shorter_than_a_sample_takes_the_one_that_covers_it():
 
 def test_window_past_the_end_takes_the_last_sample():
     assert window([5.0, 6.0], 100.0, 200.0) == [6.0]
+
+
+def test_marks_of_a_window_or_else_those_around_its_middle():
+    marks = [0.0, 6.0, 12.0, 18.0, 40.0]
+    assert marks_within(marks, 0.0, 12.0) == (0, 2)
+    assert marks_within(marks, 5.0, 39.0) == (1, 3)
+    assert marks_within(marks, 7.0, 13.0) == (1, 2)  # one inside: the middle is 10
+    assert marks_within(marks, 13.0, 14.0) == (2, 3)
+    assert marks_within(marks, 19.0, 30.0) == (3, 4)
+    assert marks_within(marks, 100.0, 200.0) == (3, 4)
+    assert marks_within([0.0, 90.0], 0.0, 12.0) == (0, 1)
 
 
 def test_drift_is_relative_to_the_middle():

@@ -320,9 +320,9 @@ class TestCeiling:
     def test_the_tensor_cores_alone(self, device, monkeypatch):
         entries = [ceiling_entry("ss"), ceiling_entry("rs")]
         layout = manifest.ArgumentLayout(0, 16, (("sums", "uint64_t", 0), ("tiles", "int32_t", 8)))
-        monkeypatch.setattr(
-            ceiling.manifest, "load", lambda: SimpleNamespace(args={"ceiling": layout})
-        )
+        loaded = ceiling.manifest.load()
+        loaded = replace(loaded, args={**loaded.args, "ceiling": layout})
+        monkeypatch.setattr(ceiling.manifest, "load", lambda: loaded)
         device.launch_us = {"ceiling_e4m3_ss": 10.0, "ceiling_e4m3_rs": 8.0}
         found = ceiling.wgmma_ceilings(device, Instrument(DeviceTimer(device), SETTINGS), entries)
         assert [(c.type, c.source) for c in found] == [("e4m3", "ss"), ("e4m3", "rs")]
@@ -331,6 +331,7 @@ class TestCeiling:
         for got, us in zip(found, (10.0, 8.0), strict=True):
             assert got.burst_tflops == pytest.approx(flops / us / 1e6)
             assert got.sustained_tflops == pytest.approx(flops / us / 1e6)
+            assert got.sm_mhz == pytest.approx(1700.0, rel=1e-3)
         assert not device.buffers
         assert not ceiling.wgmma_ceilings(device, Instrument(DeviceTimer(device), SETTINGS), [])
 

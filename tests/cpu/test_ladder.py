@@ -17,17 +17,19 @@ import sp24cli.gpu.ladder
 from sp24cli.bench import ladder, ladderview
 from sp24cli.bench.rates import Shape
 from sp24cli.bench.reading import read_any
+from sp24cli.bench.result import Failure
 from sp24cli.bench.rungs import LADDERS, NOTES, PRODUCTION, explain
 from sp24cli.cli.main import run as command
-from sp24cli.errors import BadInputError, NoGpuError
+from sp24cli.errors import BadInputError, NoGpuError, VerificationError
 from sp24cli.gpu import select
 from sp24cli.gpu.device import Device
 from sp24cli.gpu.ladder import FORMS
+from sp24cli.gpu.telemetry import Sample
 from sp24cli.kernels import manifest
 from sp24cli.kernels.manifest import RungEntry
 from sp24cli.optypes import operands
 from sp24cli.verify.result import Check
-from tests.cpu.benchdevice import SETTINGS, KernelPlan, Weight, simulate
+from tests.cpu.benchdevice import SETTINGS, KernelPlan, Weight, libraries, simulate
 
 ROOT = Path(__file__).parents[2]
 SMALL = Shape(128, 16, 256)
@@ -165,6 +167,23 @@ class TestExplain:
         assert text is not None and text.startswith("e4m3 rung 4, sp24: the kernel that sp24")
         assert explain(RUNGS, "nothing") is None
 
+    @pytest.mark.parametrize("of", LADDERS)
+    def test_a_rung_that_was_slower_than_the_one_before_says_so(self, of):
+        """And figures in the notes are those of the samples, to what two cards may differ by."""
+        (path,) = (ROOT / "samples" / "results").glob(f"h200-*-ladder-{of}.json")
+        result = read_any(str(path))
+        for rung in result.rows:
+            why, gain = (
+                NOTES[of, rung.label].why,
+                ladderview.gain(result, rung, "burst", base=False),
+            )
+            told = re.search(r"(\d+) TFLOPS after (\d+)", why)
+            if not rung.side and gain is not None and gain < 0.98:
+                assert told is not None and "slower on an H200" in why, rung.label
+            if told is not None:
+                measured = [r.row.burst.tflops for r in (rung, result.before(rung))]
+                assert list(map(float, told.groups())) == pytest.approx(measured, rel=0.05)
+
     def test_where_the_log_won_by_a_race_it_is_said(self):
         for label in ("early_release", "pipelined", "warp_release"):
             assert re.search(r"race|before it committed", NOTES["e4m3", label].why), label
@@ -199,6 +218,12 @@ class TestRun:
         assert not result.failures
         assert not device.buffers, "device memory leaked"
 
+    def test_the_reference_and_what_is_not_read_are_said(self, device, monkeypatch):
+        libraries(monkeypatch, dense=20.0)
+        result = climb(device, telemetry=SimpleNamespace(sample=lambda: Sample()))
+        assert result.environment.peers["cuBLASLt"] == "13 (reference alone)"
+        assert "not read: " in ladderview.table(result)
+
     def test_gains_are_over_the_main_rung_before_and_over_the_lowest(self, result):
         by_label = {r.label: r for r in result.rows}
 
@@ -215,7 +240,8 @@ class TestRun:
 
     def test_cycles_of_a_step(self, result):
         figure = result.rows[0].row.burst
-        assert result.cycles(figure) is None  # no telemetry
+        assert result.cycles(replace(figure, sm_mhz=None)) is None
+        assert figure.sm_mhz == pytest.approx(1700.0, rel=1e-3)  # as the simulated SMs count
         # A sixteenth of the columns of a step, twice its K.
         steps = 128 * 16 * 256 / (128 * 256 * 128)
         want = 40.0 * 1500.0 * 132 / steps
@@ -271,9 +297,41 @@ class TestRun:
         RungWeight.faults |= dict.fromkeys(TIMES, lambda got, n: got)
         result = climb(device)
         assert len(result.failures) == (0 if own else 4)
+        assert result.alike == (not own)
+        assert ("with the bits of the last" in ladderview.table(result)) == (not own)
+        assert ("with one another's bits; the last sums" in ladderview.table(result)) == own
         # Among themselves the rungs still agree, or it is a fault.
         RungWeight.faults["pipelined"] = nudge
         assert len(climb(device).failures) == (1 if own else 3)
+
+    def test_a_rung_that_goes_wrong_while_it_is_timed_is_dropped(self, device):
+        def late(got, n):
+            if device.time_us > 2000.0:
+                got.view(np.uint16)[3, 3] ^= 1
+            return got
+
+        RungWeight.faults["meta_copied"] = late
+        result = climb(device)
+        assert [r.label for r in result.rows] == [
+            "baseline", "a_from_registers", "pipelined", "sp24"
+        ]  # fmt: skip
+        assert [r.row.burst.us for r in result.rows] == pytest.approx([40, 36, 20, 10])
+        (failure,) = result.failures
+        assert failure.message.startswith("rung meta_copied: rung_e4m3_meta_copied at")
+        assert "same bits after timing" in failure.message
+        assert failure.exit_code == 3
+        assert not device.buffers
+
+    def test_a_chosen_kernel_that_goes_wrong_is_an_error(self, device, monkeypatch):
+        def late(got, n):
+            if device.time_us > 2000.0:
+                got.view(np.uint16)[3, 3] ^= 1
+            return got
+
+        monkeypatch.setattr(Weight, "fault", staticmethod(late))
+        RungWeight.faults |= dict.fromkeys(TIMES, lambda got, n: got)
+        with pytest.raises(VerificationError, match=r"kernel_of_choice.* same bits after timing"):
+            climb(device)
 
     def test_an_output_that_is_not_written_is_seen(self, device, monkeypatch):
         idle = lambda self, *rest, **more: SimpleNamespace(enqueue=lambda: None)  # noqa: E731
@@ -301,11 +359,35 @@ class TestShown:
         text = ladderview.table(result)
         lines = {line.split()[0]: line for line in text.splitlines() if re.match(r" \d", line)}
         assert list(lines) == ["0", "1", "2+a_from_registers", "3", "4"]
-        assert re.match(r" 0 baseline +\d+\.\d+ +0\.\d+ +671 +\d+% ", lines["0"])
+        assert re.match(r" 0 baseline +\d+\.\d+ +0\.\d+ +671 +\d+ +\d+ +\d+% ", lines["0"])
+        assert "MHz and cycles are those that the SMs counted" in text
         assert re.search(r"\+25\.0% +x1\.25 .*\+25\.0% +x1\.25 +759 +\+13\.0% ", lines["1"])
         assert lines["4"].endswith("launches overlap, two threads copy")
         assert ladderview.LEGEND in text
         assert "every rung verified in every element (float64 product by numpy)" in text
+
+    def test_not_every_rung_is_verified_where_some_failed(self, result):
+        text = ladderview.table(replace(result, failures=(Failure(SMALL, "rung x: fault", 3),)))
+        assert "every rung" not in text
+        assert "rungs with figures verified in every element (float64 product by numpy)" in text
+
+    @pytest.mark.parametrize(
+        ("numbers", "shown"),
+        [((0, 1, 2, 4), "0-2, 4"), ((1, 3), "1, 3"), ((4,), "4"), ((2, 3), "2-3"), ((), None)],
+    )
+    def test_what_held_rungs_back_is_one_line(self, result, numbers, shown):
+        def held(rung):
+            if rung.number not in numbers:
+                return rung
+            # In either figure.
+            figure = "burst" if rung.number % 2 else "sustained"
+            changed = replace(getattr(rung.row, figure), throttle=("power cap",))
+            return replace(rung, row=replace(rung.row, **{figure: changed}))
+
+        changed = replace(result, rows=tuple(map(held, result.rows)))
+        found = [line for line in ladderview.doubts(changed) if "throttled" in line]
+        assert found == ([] if shown is None else [f"throttled (power cap): rungs {shown}"])
+        assert all(line in ladderview.table(changed) for line in found)
 
     def test_csv_and_markdown(self, result):
         rows = list(csv.DictReader(io.StringIO(ladderview.comma_separated(result))))

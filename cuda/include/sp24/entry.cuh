@@ -3,6 +3,7 @@
 #include "sp24/activations.cuh"
 #include "sp24/body.cuh"
 #include "sp24/ceiling.cuh"
+#include "sp24/clocks.cuh"
 #include "sp24/convert.cuh"
 #include "sp24/pack.cuh"
 
@@ -98,6 +99,7 @@
 #define SP24_TOKENS_NAME(operand, source) tokens_##operand##_##source
 #define SP24_SMOOTH_TOKENS_NAME(operand, source) smooth_tokens_##operand##_##source
 #define SP24_GATHER_NAME(bits) gather_##bits
+#define SP24_CLOCKS_NAME() clocks
 #define SP24_DEFINE_PRUNE(score, pattern, source)                              \
   SP24_DEFINE_CONVERSION(SP24_PRUNE_NAME(score, pattern, source), ConvertArgs, \
                          prune_patches<sp24::score_##score, sp24::pattern_##pattern, \
@@ -117,3 +119,4 @@
                          quantize_tokens<sp24::target_##operand, sp24::source_##source, true>)
 #define SP24_DEFINE_GATHER(bits) \
   SP24_DEFINE_CONVERSION(SP24_GATHER_NAME(bits), GatherArgs, gather_columns<uint##bits##_t>)
+#define SP24_DEFINE_CLOCKS() SP24_DEFINE_CONVERSION(SP24_CLOCKS_NAME(), ClocksArgs, mark_clocks)
