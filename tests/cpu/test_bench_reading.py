@@ -175,7 +175,7 @@ def test_a_fault_is_named_with_its_place(read, change, message):
     ],
 )
 def test_a_fault_of_a_ladder_is_named(tmp_path, change, message):
-    document = json.loads((ROOT / "samples/results/h200-2026-11-30-ladder-e4m3.json").read_text())
+    document = json.loads((ROOT / "samples/results/h200-2026-12-01-ladder-e4m3.json").read_text())
     change(document)
     path = tmp_path / "ladder.json"
     path.write_text(json.dumps(document))

@@ -64,7 +64,7 @@ def test_the_table_that_stands_in_the_results_is_of_the_counts_beside_it(
 
 def test_beside_ours_stand_the_fastest_algorithm_and_the_dense_one(script: ModuleType) -> None:
     """Of 28672x4096x8192, where nm leads in the burst and mn is the faster one sustained."""
-    cases = read_result(str(RESULTS / "h200-2026-11-30-llm-e4m3.json")).cases
+    cases = read_result(str(RESULTS / "h200-2026-12-01-llm-e4m3.json")).cases
     case = next(c for c in cases if str(c.shape) == "28672x4096x8192")
     asked: list[object] = []
 
@@ -122,7 +122,7 @@ def test_a_file_that_is_no_result_and_an_absent_ncu_are_one_line(
     with pytest.raises(SystemExit, match=r"^counters: no-such\.json: "):
         script.main()
     monkeypatch.setattr(
-        script.sys, "argv", ["counters.py", str(RESULTS / "h200-2026-11-30-llm-e4m3.json")]
+        script.sys, "argv", ["counters.py", str(RESULTS / "h200-2026-12-01-llm-e4m3.json")]
     )
     with pytest.raises(SystemExit, match=r"^counters: ncu \(Nsight Compute\) is not on the PATH$"):
         script.main()
