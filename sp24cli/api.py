@@ -1,4 +1,7 @@
-"""What `import sp24cli` offers: packed weights on the host, and their product on the GPU."""
+"""What `import sp24cli` offers: packed weights on the host, on the GPU, and activations for them.
+
+The product itself is `gpu.matmul.matmul`, which `import sp24cli` offers as it is.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import numpy.typing as npt
 
 from sp24cli.checkpoint.packedfile import PackedFile
 from sp24cli.errors import BadInputError
-from sp24cli.packed import PackedMatrix
+from sp24cli.packed import PackedMatrix, check_structure
 
 if TYPE_CHECKING:
     from sp24cli.gpu.matmul import SparseWeight
@@ -33,7 +36,8 @@ def load(
 ) -> PackedMatrix | dict[str, PackedMatrix]:
     """The packed weight ``name`` of a file, or all of them by name.
 
-    Their arrays are read-only views of the mapped file, so nothing is read before it is used.
+    Their arrays are read-only views of the mapped file, so nothing is read before it is used, and
+    nothing is checked but what the headers say: `unpack` and `upload` check the rest.
 
     Raises:
         BadInputError: no packed file, or no such weight in it.
@@ -51,9 +55,14 @@ def unpack(packed: PackedMatrix, dtype: str = "f32") -> npt.NDArray[Any]:
 
     In the original's order of columns, without the factors of smoothing (`PackedMatrix.restore`);
     where there are none of these, the exact product is rounded once.
+
+    Raises:
+        BadInputError: no such dtype, or parts that cannot be right (`packed.check_structure`), by
+            file, tensor and place.
     """
     if dtype not in _DTYPES:
         raise BadInputError(f"unknown dtype {dtype!r} (known: {', '.join(_DTYPES)})")
+    _check_structure(packed)
     return packed.restore(_DTYPES[dtype])
 
 
@@ -67,31 +76,46 @@ def upload(
     that the activations must be divided by: `quantize_tokens` takes them.
 
     Raises:
+        BadInputError: parts that cannot be right, as of `unpack`; types that do not go together.
         NoGpuError: no usable Hopper GPU.
         Sp24Error: scales that no kernel applies so.
     """
     from sp24cli.gpu.device import Device
     from sp24cli.gpu.matmul import SparseWeight
 
-    return SparseWeight.upload(Device.open(device), packed, activations=activations)
+    _check_structure(packed)
+    gpu = Device.open(device, current=False)
+    return SparseWeight.upload(gpu, packed, activations=activations)
 
 
-def matmul(weight: SparseWeight, x: Any, **options: Any) -> Any:
-    """D = A Bᵀ for device arrays by DLPack or the CUDA array interface: see `gpu.matmul.matmul`."""
-    from sp24cli.gpu.matmul import matmul as product
-
-    return product(weight, x, **options)
-
-
-def quantize_tokens(x: Any, *, device: int = 0, **options: Any) -> tuple[Any, Any]:
-    """Activations in FP8 or s8 with a scale a row, for `matmul`, divided by the weight's factors
-    before where it has such (``smooth=weight.smooth``), into arrays of the caller's where they are
-    given (``out=(codes, scale)``): see `gpu.activations.quantize_tokens`.
+def quantize_tokens(
+    x: Any,
+    *,
+    device: int = 0,
+    smooth: Any = None,
+    type_name: str = "e4m3",
+    out: tuple[Any, Any] | None = None,
+    stream: int = 0,
+) -> tuple[Any, Any]:
+    """Activations in FP8 or s8 with a scale a row, for `matmul`, on GPU number ``device``: see
+    `gpu.activations.quantize_tokens`.
 
     Raises:
         NoGpuError: no usable Hopper GPU.
+        Sp24Error: as there.
     """
     from sp24cli.gpu.activations import quantize_tokens as quantize
     from sp24cli.gpu.device import Device
 
-    return quantize(Device.open(device), x, **options)
+    gpu = Device.open(device, current=False)
+    return quantize(gpu, x, smooth=smooth, type_name=type_name, out=out, stream=stream)
+
+
+def _check_structure(packed: PackedMatrix) -> None:
+    """`BadInputError` for what would give wrong values, or send a kernel astray, unsaid."""
+    # Late: all of `ops` comes with it, which `load` needs none of.
+    from sp24cli.ops.stream import default_workers
+
+    fault = check_structure(packed, workers=default_workers())
+    if fault is not None:
+        raise BadInputError(f"{packed.where}: {fault}" if packed.where else fault)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class Sp24Error(Exception):
     """Something went wrong while running. The message is one line fit for the user."""
@@ -10,7 +12,7 @@ class Sp24Error(Exception):
 
 
 class UsageError(Sp24Error):
-    """An option that goes with no part of the input."""
+    """An option that is not known, or goes with no part of the input."""
 
     exit_code = 2
 
@@ -37,3 +39,10 @@ class Interrupted(Sp24Error):
     """The user stopped it. 128 and the number of the signal, as shells have it."""
 
     exit_code = 130
+
+
+def check_known(what: str, value: object, names: Iterable[str]) -> None:
+    """`UsageError` unless an option's ``value`` is one of ``names``."""
+    names = tuple(names)
+    if value not in names:
+        raise UsageError(f"unknown {what} {value!r} (known: {', '.join(names)})")

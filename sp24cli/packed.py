@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast, get_args
 
 import numpy as np
@@ -246,7 +246,8 @@ class PackedMatrix:
     columns, None where it is the original's: column j of what is stored, and of all results
     here, is column ``perm[j]`` of the original (see `original_order`). ``smooth`` float32 [K] are
     the factors of the columns of the original, None where there are none: what is stored, and all
-    results but that of `restore`, is multiplied by them.
+    results but that of `restore`, is multiplied by them. ``where`` names the file and tensor that
+    it is all of, for messages; empty where it is of none.
     """
 
     info: PackInfo
@@ -256,6 +257,7 @@ class PackedMatrix:
     scale: Array | None
     perm: Array | None = None
     smooth: Array | None = None
+    where: str = field(default="", kw_only=True)
 
     @classmethod
     def empty(cls, info: PackInfo, scale: Array | None = None) -> PackedMatrix:
@@ -346,9 +348,9 @@ class PackedMatrix:
         info = replace(self.info, layout=layout)
         values, meta = self.row_order()
         if layout == "row":
-            return PackedMatrix(info, values, meta, None, self.scale, self.perm, self.smooth)
+            return replace(self, info=info, values=values, meta=meta, blocks=None)
         blocks = sm90.to_sm90(values, meta, self.shape[1], info.optype)
-        return PackedMatrix(info, None, None, blocks, self.scale, self.perm, self.smooth)
+        return replace(self, info=info, values=None, meta=None, blocks=blocks)
 
     def original_order(self, dense: Array) -> Array:
         """``dense`` [R, K], whose columns are as stored, with the columns of the original."""
@@ -573,14 +575,12 @@ def _store(codes: Array, meta: Array, into: PackedMatrix, r: slice, c: slice) ->
     into.meta[r, meta_k(c.start) // 8 : metadata.meta_bytes(meta_k(c.stop))] = meta
 
 
-def check_structure(packed: PackedMatrix) -> str | None:
+def check_structure(packed: PackedMatrix, *, workers: int = 1) -> str | None:
     """The first fault of ``packed`` in words, or None: shapes, metadata, scales, padding, codes."""
     if fault := check_parts(packed):
         return fault
-    for r in pieces(*packed.shape, BLOCK_ROWS):
-        if fault := check_band(packed, r):
-            return fault
-    return None
+    blocks = pieces(*packed.shape, BLOCK_ROWS)
+    return next(filter(None, run(lambda r: check_band(packed, r), blocks, workers)), None)
 
 
 def check_parts(packed: PackedMatrix) -> str | None:

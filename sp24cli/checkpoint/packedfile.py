@@ -123,12 +123,16 @@ class PackedFile(Closing):
             scale=arrays.get("scale"),
             perm=arrays.get("perm"),
             smooth=arrays.get("smooth"),
+            where=self._label(name),
         )
 
     def drop_cache(self, name: str) -> None:
         """Give back the memory of the pages of a packed tensor read so far."""
         for part in self._part_names(name):
             self.file.drop_cache(part)
+
+    def _label(self, name: str) -> str:
+        return f"{self._where}: tensor {quote(name)}"
 
     def _part_names(self, name: str) -> list[str]:
         if name not in self._parts:
@@ -151,7 +155,7 @@ class PackedFile(Closing):
     def _check_parts(self) -> None:
         by_name = self.file.header.by_name
         for name, parts in self._parts.items():
-            where = f"{self._where}: tensor {quote(name)}"
+            where = self._label(name)
             if name in by_name:
                 raise BadInputError(f"{where}: is in the file both packed and dense")
             for part, dtype, shape in parts:

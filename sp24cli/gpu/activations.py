@@ -8,7 +8,7 @@ import numpy as np
 
 from sp24cli.errors import Sp24Error
 from sp24cli.gpu.arguments import pack_struct
-from sp24cli.gpu.arrays import DeviceArray, vector, view
+from sp24cli.gpu.arrays import DeviceArray, stream_number, vector, view
 from sp24cli.gpu.device import Device
 from sp24cli.kernels import manifest
 from sp24cli.optypes import operand_type
@@ -51,49 +51,52 @@ def quantize_tokens(
     Raises:
         Sp24Error: a shape, type or stride that does not fit, by name.
     """
-    device.make_current()  # another's may be, where there are several GPUs
-    b = view(x, "x", stream, device.ordinal)
-    optype = operand_type(type_name)
-    source = _SOURCES.get(b.dtype.name, "")
-    loaded = manifest.load()
-    kind = "tokens" if smooth is None else "smooth_tokens"
-    entry = loaded.conversion(kind, source, optype.name)
-    if entry is None:
-        raise Sp24Error(f"no kernel quantizes {b.dtype} to {optype.name}")
-    if len(b.shape) != 2:
-        raise Sp24Error(f"x is {list(b.shape)}, not [N, K]")
-    n, k = b.shape
-    # The stride of a single row means nothing, and libraries put anything there.
-    ldx = b.strides[0] if n > 1 else k
-    if (k > 1 and b.strides[1] != 1) or ldx < k:
-        raise Sp24Error("x is not contiguous along K, or its rows overlap")
-    factors = 0 if smooth is None else vector(smooth, "smooth", (k,), stream, device.ordinal).ptr
-    if out is None:
-        out = DeviceArray(device, (n, k), optype.dtype), DeviceArray(device, (n,), np.float32)
-    codes = view(out[0], "codes", stream, device.ordinal)
-    if codes.dtype not in (optype.dtype, np.dtype(f"u{optype.itemsize}")):
-        raise Sp24Error(f"codes are {codes.dtype}, not {optype.dtype}")
-    if codes.shape != (n, k) or not codes.is_tight:
-        raise Sp24Error(f"codes are {list(codes.shape)}, needed is {[n, k]}, contiguous")
-    scale = vector(out[1], "scale", (n,), stream, device.ordinal)
-    if n:
-        aligned = b.ptr % 16 == 0 and ldx * b.dtype.itemsize % 16 == 0 and factors % 16 == 0
-        aligned = aligned and codes.ptr % 8 == 0
-        args = pack_struct(
-            loaded.args[entry.args],
-            {
-                "x": b.ptr,
-                "smooth": factors,
-                "codes": codes.ptr,
-                "scale": scale.ptr,
-                "ldx": ldx,
-                "k": k,
-                "vector": int(aligned and k % 8 == 0),
-                "max_finite": int(optype.max_finite),
-            },
+    stream = stream_number(stream)
+    with device.current:
+        b = view(x, "x", stream, device.ordinal)
+        optype = operand_type(type_name)
+        source = _SOURCES.get(b.dtype.name, "")
+        loaded = manifest.load()
+        kind = "tokens" if smooth is None else "smooth_tokens"
+        entry = loaded.conversion(kind, source, optype.name)
+        if entry is None:
+            raise Sp24Error(f"no kernel quantizes {b.dtype} to {optype.name}")
+        if len(b.shape) != 2:
+            raise Sp24Error(f"x is {list(b.shape)}, not [N, K]")
+        n, k = b.shape
+        # The stride of a single row means nothing, and libraries put anything there.
+        ldx = b.strides[0] if n > 1 else k
+        if (k > 1 and b.strides[1] != 1) or ldx < k:
+            raise Sp24Error("x is not contiguous along K, or its rows overlap")
+        factors = (
+            0 if smooth is None else vector(smooth, "smooth", (k,), stream, device.ordinal).ptr
         )
-        device.launch(device.kernel(entry), n, [args], stream)
-    return out
+        if out is None:
+            out = DeviceArray(device, (n, k), optype.dtype), DeviceArray(device, (n,), np.float32)
+        codes = view(out[0], "codes", stream, device.ordinal, writable=True)
+        if codes.dtype not in (optype.dtype, np.dtype(f"u{optype.itemsize}")):
+            raise Sp24Error(f"codes are {codes.dtype}, not {optype.dtype}")
+        if codes.shape != (n, k) or not codes.is_tight:
+            raise Sp24Error(f"codes are {list(codes.shape)}, needed is {[n, k]}, contiguous")
+        scale = vector(out[1], "scale", (n,), stream, device.ordinal, writable=True)
+        if n:
+            aligned = b.ptr % 16 == 0 and ldx * b.dtype.itemsize % 16 == 0 and factors % 16 == 0
+            aligned = aligned and codes.ptr % 8 == 0
+            args = pack_struct(
+                loaded.args[entry.args],
+                {
+                    "x": b.ptr,
+                    "smooth": factors,
+                    "codes": codes.ptr,
+                    "scale": scale.ptr,
+                    "ldx": ldx,
+                    "k": k,
+                    "vector": int(aligned and k % 8 == 0),
+                    "max_finite": int(optype.max_finite),
+                },
+            )
+            device.launch(device.kernel(entry), n, [args], stream)
+        return out
 
 
 def gather_columns(

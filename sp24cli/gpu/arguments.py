@@ -36,7 +36,10 @@ def pack_struct(layout: ArgumentLayout, values: dict[str, int]) -> npt.NDArray[A
         raise Sp24Error(f"kernel arguments {sorted(values)} are not those of the manifest")
     struct = np.zeros((), dtype)
     for name, value in values.items():
-        struct[name] = value
+        try:
+            struct[name] = value
+        except OverflowError:
+            raise Sp24Error(f"{name} is {value}, more than a kernel takes") from None
     return struct
 
 

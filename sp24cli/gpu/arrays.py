@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,15 +85,26 @@ class View:
         return all(n == 1 or s == t for n, s, t in zip(self.shape, self.strides, want, strict=True))
 
 
-def view(array: Any, what: str, stream: int, ordinal: int | None = None) -> View:
+def stream_number(stream: Any) -> int:
+    """The stream, which is an integer; `Sp24Error` for None and for objects of other libraries."""
+    try:
+        return operator.index(stream)
+    except TypeError:
+        raise Sp24Error(f"stream is {stream!r}, needed is its address as an integer") from None
+
+
+def view(
+    array: Any, what: str, stream: int, ordinal: int | None = None, *, writable: bool = False
+) -> View:
     """A device array by DLPack or the CUDA array interface; ``what`` names it in errors.
 
     DLPack producers order their work before ``stream``; with the array interface that is the
     caller's part, as everywhere. ``ordinal`` is the number of the GPU that it must be on, as far as
-    it tells (the array interface does not).
+    it tells (the array interface does not). ``writable``: it is to be written to.
 
     Raises:
-        Sp24Error: it is neither, is not on that GPU, or has a type that sp24 does not multiply.
+        Sp24Error: it is neither, is not on that GPU, has a type that sp24 does not multiply or
+            strides of parts of items, or is read-only and to be written to.
     """
     if isinstance(array, DeviceArray):
         _check_device(what, array.device.ordinal, ordinal)
@@ -127,8 +139,15 @@ def view(array: Any, what: str, stream: int, ordinal: int | None = None) -> View
     dtype = np.dtype(interface["typestr"])
     shape = tuple(int(n) for n in interface["shape"])
     raw = interface.get("strides")
+    if raw is not None and any(s % dtype.itemsize for s in raw):
+        raise Sp24Error(
+            f"{what} has strides {list(raw)}, no multiples of its {dtype.itemsize} bytes"
+        )
     strides = _tight(shape) if raw is None else tuple(s // dtype.itemsize for s in raw)
-    return View(int(interface["data"][0]), shape, strides, dtype, array)
+    address, is_read_only = interface["data"]
+    if writable and is_read_only:
+        raise Sp24Error(f"{what} is read-only")
+    return View(int(address), shape, strides, dtype, array)
 
 
 def _check_device(what: str, number: int, ordinal: int | None) -> None:
@@ -137,10 +156,16 @@ def _check_device(what: str, number: int, ordinal: int | None) -> None:
 
 
 def vector(
-    array: Any, what: str, lengths: tuple[int, ...], stream: int, ordinal: int | None = None
+    array: Any,
+    what: str,
+    lengths: tuple[int, ...],
+    stream: int,
+    ordinal: int | None = None,
+    *,
+    writable: bool = False,
 ) -> View:
     """As `view`, of float32 in a row, as many as one of ``lengths`` says; `Sp24Error` otherwise."""
-    found = view(array, what, stream, ordinal)
+    found = view(array, what, stream, ordinal, writable=writable)
     count = math.prod(found.shape)
     if found.dtype != np.float32 or count not in lengths:
         raise Sp24Error(
@@ -201,7 +226,16 @@ class DeviceArray:
     def __dlpack_device__(self) -> tuple[int, int]:
         return (_CUDA, self.device.ordinal)
 
-    def __dlpack__(self, *, stream: int | None = None, **_: Any) -> object:
+    def __dlpack__(
+        self,
+        *,
+        stream: int | None = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> object:
+        if copy or dl_device not in (None, self.__dlpack_device__()):
+            raise BufferError("only this memory is lent out, where it is; numpy() makes a copy")
         # The consumer may use any stream: what was enqueued here must be over.
         self.device.synchronize()
         code, bits = next(key for key, dtype in _DLPACK_TYPES.items() if dtype == self.dtype)

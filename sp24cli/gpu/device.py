@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,17 +20,34 @@ from sp24cli.kernels import manifest
 MIN_DRIVER = 13000
 
 
-class Buffer(Closing):
-    """Device memory of ``nbytes`` bytes at ``ptr``; freed with the object or by `free`."""
+class Current:
+    """A context that calls of this thread go to inside of ``with``, whichever was current before,
+    or none; that one is again afterwards."""
 
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-        self.ptr = int(check(api().cuMemAlloc(max(nbytes, 1))))
+    def __init__(self, context: Any) -> None:
+        self._context = context
+
+    def __enter__(self) -> None:
+        check(api().cuCtxPushCurrent(self._context))
+
+    def __exit__(self, *_: object) -> None:
+        check(api().cuCtxPopCurrent())
+
+
+class Buffer(Closing):
+    """Device memory of ``nbytes`` bytes at ``ptr``; freed with the object or by `free`, in any
+    thread."""
+
+    def __init__(self, nbytes: int, current: Current) -> None:
+        self.nbytes, self._current = nbytes, current
+        with current:
+            self.ptr = int(check(api().cuMemAlloc(max(nbytes, 1))))
 
     def free(self) -> None:
         if self.ptr:
-            api().cuMemFree(self.ptr)
-            self.ptr = 0
+            ptr, self.ptr = self.ptr, 0
+            with suppress(Sp24Error), self._current:  # the driver may be gone before the object
+                api().cuMemFree(ptr)
 
     close = free
 
@@ -46,15 +63,18 @@ class Pinned(Closing):
     ``array`` is all of it, uint8; no view of it may outlive this.
     """
 
-    def __init__(self, nbytes: int) -> None:
-        self._ptr = int(check(api().cuMemHostAlloc(max(nbytes, 1), 0)))
+    def __init__(self, nbytes: int, current: Current) -> None:
+        self._current = current
+        with current:
+            self._ptr = int(check(api().cuMemHostAlloc(max(nbytes, 1), 0)))
         memory = (ctypes.c_uint8 * max(nbytes, 1)).from_address(self._ptr)
         self.array: npt.NDArray[Any] = np.frombuffer(memoryview(memory), np.uint8)[:nbytes]
 
     def close(self) -> None:
         if self._ptr:
-            api().cuMemFreeHost(self._ptr)
-            self._ptr = 0
+            ptr, self._ptr = self._ptr, 0
+            with suppress(Sp24Error), self._current:
+                api().cuMemFreeHost(ptr)
 
     def __del__(self) -> None:
         if getattr(self, "_ptr", 0):
@@ -178,24 +198,25 @@ class Device:
         self.clock_khz_max = get("CLOCK_RATE")
         # The primary context is the one that other libraries of the process use too.
         self._context = check(cu.cuDevicePrimaryCtxRetain(self._device))
-        check(cu.cuCtxSetCurrent(self._context))
+        self.current = Current(self._context)
         self.mem_bytes = int(check(cu.cuDeviceTotalMem(self._device)))
         flag = cu.CUstream_flags.CU_STREAM_NON_BLOCKING
-        self.stream = int(check(cu.cuStreamCreate(flag)))
+        with self.current:
+            self.stream = int(check(cu.cuStreamCreate(flag)))
         self._modules: dict[str, Any] = {}
         self._kernels: dict[str, Kernel] = {}
 
     @classmethod
-    def open(cls, ordinal: int = 0) -> Device:
-        """The GPU of that number, opened once; `NoGpuError` in one line if none fits."""
-        cu = api()
-        if ordinal in _opened:
+    def open(cls, ordinal: int = 0, *, current: bool = True) -> Device:
+        """The GPU of that number, opened once; `NoGpuError` in one line if none fits. ``current``:
+        it is then this thread's current one, as most methods need it; the others say so."""
+        if ordinal not in _opened:
+            count = int(check(api().cuDeviceGetCount()))
+            if ordinal >= count:
+                raise NoGpuError(f"no usable GPU: number {ordinal} of {count} does not exist")
+            _opened[ordinal] = cls(ordinal)
+        if current:
             _opened[ordinal].make_current()
-            return _opened[ordinal]
-        count = int(check(cu.cuDeviceGetCount()))
-        if ordinal >= count:
-            raise NoGpuError(f"no usable GPU: number {ordinal} of {count} does not exist")
-        _opened[ordinal] = cls(ordinal)
         return _opened[ordinal]
 
     def make_current(self) -> None:
@@ -203,10 +224,12 @@ class Device:
         check(api().cuCtxSetCurrent(self._context))
 
     def alloc(self, nbytes: int) -> Buffer:
-        return Buffer(nbytes)
+        """Whichever GPU is current."""
+        return Buffer(nbytes, self.current)
 
     def pinned(self, nbytes: int) -> Pinned:
-        return Pinned(nbytes)
+        """Whichever GPU is current."""
+        return Pinned(nbytes, self.current)
 
     def new_stream(self) -> int:
         """One more stream, for as long as the process lasts."""
@@ -241,11 +264,12 @@ class Device:
             check(api().cuMemFreeAsync(ptr, stream))
 
     def upload(self, array: npt.NDArray[Any]) -> Buffer:
-        """A device copy of ``array``, C-contiguous."""
+        """A device copy of ``array``, C-contiguous, whichever GPU is current."""
         host = np.ascontiguousarray(array)
-        buffer = Buffer(host.nbytes)
+        buffer = self.alloc(host.nbytes)
         if host.nbytes:
-            check(api().cuMemcpyHtoD(buffer.ptr, host.ctypes.data, host.nbytes))
+            with self.current:
+                check(api().cuMemcpyHtoD(buffer.ptr, host.ctypes.data, host.nbytes))
             # From pageable memory the copy may return early, and our stream would not wait.
             self.synchronize()
         return buffer
@@ -253,13 +277,15 @@ class Device:
     def download(
         self, buffer: Buffer, dtype: npt.DTypeLike, shape: tuple[int, ...]
     ) -> npt.NDArray[Any]:
-        """A host copy of the start of ``buffer``, once the work enqueued so far is done."""
-        self.synchronize()
+        """A host copy of the start of ``buffer``, once the work enqueued so far is done, whichever
+        GPU is current."""
         host = np.empty(shape, dtype)
         if host.nbytes > buffer.nbytes:
             raise Sp24Error(f"a buffer of {buffer.nbytes} bytes holds no {shape} {host.dtype}")
-        if host.nbytes:
-            check(api().cuMemcpyDtoH(host.ctypes.data, buffer.ptr, host.nbytes))
+        with self.current:
+            check(api().cuCtxSynchronize())
+            if host.nbytes:
+                check(api().cuMemcpyDtoH(host.ctypes.data, buffer.ptr, host.nbytes))
         return host
 
     def copy_d2d(self, dst: int, src: int, nbytes: int, stream: int | None = None) -> None:
@@ -289,7 +315,9 @@ class Device:
             check(api().cuMemsetD8Async(buffer.ptr, byte, buffer.nbytes, self.stream))
 
     def synchronize(self) -> None:
-        check(api().cuCtxSynchronize())
+        """Until all work of this GPU is done, whichever is current."""
+        with self.current:
+            check(api().cuCtxSynchronize())
 
     def event(self) -> Event:
         return Event(self.stream)

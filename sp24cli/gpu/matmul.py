@@ -16,7 +16,7 @@ from sp24cli.errors import BadInputError, Sp24Error
 from sp24cli.gpu import select
 from sp24cli.gpu.activations import gather_columns
 from sp24cli.gpu.arguments import pack_struct, tensor_map
-from sp24cli.gpu.arrays import DeviceArray, vector, view
+from sp24cli.gpu.arrays import DeviceArray, stream_number, vector, view
 from sp24cli.gpu.device import Buffer, Device, Kernel, Launch
 from sp24cli.gpu.order import balanced_order, cluster_rows, heights, tile_order
 from sp24cli.gpu.select import Choice, candidates, chosen, needs_widening
@@ -339,14 +339,15 @@ class SparseWeight:
         if kind == "none" and packed.scale is not None and packed.scale.size:
             # By blocks along K, so that those of neighbouring rows lie side by side.
             scale = device.upload(packed.scale.T.copy() if spec.block else packed.scale)
-        if widened is not None:
-            image = turn_to_fragments(device, packed, kind)
-        elif packed.blocks is not None:
-            image = device.upload(packed.blocks)
-        else:
-            assert packed.values is not None and packed.meta is not None
-            image = device.alloc(_image_bytes(optype, info.shape))
-            turn_to_sm90(device, optype, info.shape, packed.values, packed.meta, image)
+        with device.current:
+            if widened is not None:
+                image = turn_to_fragments(device, packed, kind)
+            elif packed.blocks is not None:
+                image = device.upload(packed.blocks)
+            else:
+                assert packed.values is not None and packed.meta is not None
+                image = device.alloc(_image_bytes(optype, info.shape))
+                turn_to_sm90(device, optype, info.shape, packed.values, packed.meta, image)
         column_order = None
         if packed.perm is not None:
             # The gather reads wherever it says.
@@ -453,7 +454,7 @@ def matmul(
         out: where D goes, [N, M] (order ``nm``) or [M, N] (``mn``), its rows contiguous, of type
             bf16, f16 or f32, or for s8 int32. Without it a `DeviceArray` of ``out_dtype`` is
             returned, by default bf16, or f16 where the sums or a widened weight are. int32 are
-            the plain sums of products of codes.
+            the plain sums of products of codes. If both are given, they agree.
         scale: f32, one for all of x, one a row of it, or [N, ceil(K / scale_k)]: one a row and
             ``scale_k`` columns, a multiple of 64 (not for a permuted weight, in whose order columns
             of one scale lie apart). The latter in any strides: read fastest where the scales of
@@ -471,86 +472,92 @@ def matmul(
     Raises:
         Sp24Error: shapes or types that do not fit, by name.
     """
+    if isinstance(weight, PackedMatrix):
+        raise Sp24Error("the weight is not on a GPU: upload it first")
     if weight.smooth is not None and not smoothed:
         raise Sp24Error(
             "the weight's columns are smoothed: x must be divided by its factors before it is "
             "quantized, as quantize_tokens(x, smooth=weight.smooth) does; then say smoothed=True"
         )
+    if out_dtype not in (None, *OUT_DTYPES):
+        raise Sp24Error(f"out_dtype is {out_dtype!r}, the kernels write {', '.join(OUT_DTYPES)}")
     m, k = weight.shape
-    device, item = weight.device, weight.multiplied.itemsize
-    device.make_current()  # another's may be, where there are several GPUs
-    on = device.ordinal
-    b = view(x, "x", stream, on)
-    types = _types(weight.type, weight.multiplied, b.dtype, accumulate)
-    if len(b.shape) != 2 or b.shape[1] != k:
-        raise Sp24Error(f"x is {list(b.shape)}, the weight {[m, k]} needs [N, {k}]")
-    n = b.shape[0]
-    # The stride of a single row means nothing, and libraries put anything there.
-    ldx = b.strides[0] if n > 1 else k
-    if (k > 1 and b.strides[1] != 1) or ldx < k:
-        raise Sp24Error("x is not contiguous along K, or its rows overlap")
-    d = None if out is None else view(out, "out", stream, on)
-    if d is not None:
-        named = [name for name, dtype in OUT_DTYPES.items() if dtype == d.dtype]
-        if not named:
-            raise Sp24Error(f"out is {d.dtype}, the kernels write {', '.join(OUT_DTYPES)}")
-        out_dtype = named[0]
-    if out_dtype is None:
-        in_f16 = types.accumulate == "f16" or (types.widened and types.b.name == "f16")
-        out_dtype = "f16" if in_f16 else "bf16"
-    shape = (n, m) if order == "nm" else (m, n)
-    if d is None:
-        out = DeviceArray(device, shape, OUT_DTYPES[out_dtype])
-        d = out.view()
-    if d.shape != shape or (shape[1] > 1 and d.strides[1] != 1):
-        raise Sp24Error(
-            f"out is {list(d.shape)}, order {order} needs {list(shape)}, rows contiguous"
+    device, item, stream = weight.device, weight.multiplied.itemsize, stream_number(stream)
+    with device.current:
+        on = device.ordinal
+        b = view(x, "x", stream, on)
+        types = _types(weight.type, weight.multiplied, b.dtype, accumulate)
+        if len(b.shape) != 2 or b.shape[1] != k:
+            raise Sp24Error(f"x is {list(b.shape)}, the weight {[m, k]} needs [N, {k}]")
+        n = b.shape[0]
+        # The stride of a single row means nothing, and libraries put anything there.
+        ldx = b.strides[0] if n > 1 else k
+        if (k > 1 and b.strides[1] != 1) or ldx < k:
+            raise Sp24Error("x is not contiguous along K, or its rows overlap")
+        d = None if out is None else view(out, "out", stream, on, writable=True)
+        if d is not None:
+            named = [name for name, dtype in OUT_DTYPES.items() if dtype == d.dtype]
+            if not named:
+                raise Sp24Error(f"out is {d.dtype}, the kernels write {', '.join(OUT_DTYPES)}")
+            if out_dtype not in (None, named[0]):
+                raise Sp24Error(f"out is {d.dtype}, asked for is {out_dtype}")
+            out_dtype = named[0]
+        if out_dtype is None:
+            in_f16 = types.accumulate == "f16" or (types.widened and types.b.name == "f16")
+            out_dtype = "f16" if in_f16 else "bf16"
+        shape = (n, m) if order == "nm" else (m, n)
+        if d is None:
+            out = DeviceArray(device, shape, OUT_DTYPES[out_dtype])
+            d = out.view()
+        if d.shape != shape or (shape[1] > 1 and d.strides[1] != 1):
+            raise Sp24Error(
+                f"out is {list(d.shape)}, order {order} needs {list(shape)}, rows contiguous"
+            )
+        scales, scale_b_k, strides = None, 0, None
+        if scale_k < 1:
+            raise Sp24Error(f"scale_k is {scale_k}, not a multiple of 64")
+        if scale is not None:
+            blocks = -(-k // scale_k)
+            by_block = blocks > 1 and view(scale, "scale", stream, on).shape == (n, blocks)
+            if by_block and weight.column_order is not None:
+                raise Sp24Error("a permuted weight takes one scale of x, or one a row of it")
+            scale_b_k = scale_k if by_block else 0
+            if by_block:
+                scales = view(scale, "scale", stream, on)
+                if scales.dtype != np.float32 or min(scales.strides) < 0:
+                    raise Sp24Error(
+                        f"scale is {scales.dtype} {list(scales.shape)} of strides "
+                        f"{list(scales.strides)}, needed is f32, none of them negative"
+                    )
+                strides = (scales.strides[0], scales.strides[1])
+            else:
+                scales = vector(scale, "scale", (1, n), stream, on)
+        biases = None if bias is None else vector(bias, "bias", (m,), stream, on)
+        plan = weight.plan(
+            n, out_dtype, order, kernel, accumulate=accumulate, scale_b_k=scale_b_k, types=types
         )
-    scales, scale_b_k, strides = None, 0, None
-    if scale_k < 1:
-        raise Sp24Error(f"scale_k is {scale_k}, not a multiple of 64")
-    if scale is not None:
-        blocks = -(-k // scale_k)
-        by_block = blocks > 1 and view(scale, "scale", stream, on).shape == (n, blocks)
-        if by_block and weight.column_order is not None:
-            raise Sp24Error("a permuted weight takes one scale of x, or one a row of it")
-        scale_b_k = scale_k if by_block else 0
-        if by_block:
-            scales = view(scale, "scale", stream, on)
-            if scales.dtype != np.float32 or min(scales.strides) < 0:
-                raise Sp24Error(
-                    f"scale is {scales.dtype} {list(scales.shape)} of strides "
-                    f"{list(scales.strides)}, needed is f32, none of them negative"
-                )
-            strides = (scales.strides[0], scales.strides[1])
-        else:
-            scales = vector(scale, "scale", (1, n), stream, on)
-    biases = None if bias is None else vector(bias, "bias", (m,), stream, on)
-    plan = weight.plan(
-        n, out_dtype, order, kernel, accumulate=accumulate, scale_b_k=scale_b_k, types=types
-    )
-    ptr = b.ptr
-    spare = None
-    if weight.column_order is None and (ptr % 16 or ldx * item % 16):
-        pitch = -(-k * item // 16) * 16
-        spare = device.alloc(n * pitch)
-        device.copy_rows(spare.ptr, pitch, ptr, ldx * item, k * item, n, stream)
-        ptr, ldx = spare.ptr, pitch // item
-    plan.enqueue(
-        ptr,
-        ldx,
-        d.ptr,
-        d.strides[0] if shape[0] > 1 else None,
-        scale_b=None if scales is None else scales.ptr,
-        scale_b_rows=scales is not None and scales.shape != (1,),
-        bias=None if biases is None else biases.ptr,
-        stream=stream,
-        scale_b_strides=strides,
-    )
-    if spare is not None:
-        device.synchronize()  # the product still reads the copy
-        spare.free()
-    return out
+        ptr = b.ptr
+        spare = None
+        if weight.column_order is None and (ptr % 16 or ldx * item % 16):
+            pitch = -(-k * item // 16) * 16
+            spare = device.alloc(n * pitch)
+            device.copy_rows(spare.ptr, pitch, ptr, ldx * item, k * item, n, stream)
+            ptr, ldx = spare.ptr, pitch // item
+        plan.enqueue(
+            ptr,
+            ldx,
+            d.ptr,
+            d.strides[0] if shape[0] > 1 else None,
+            scale_b=None if scales is None else scales.ptr,
+            scale_b_rows=scales is not None and scales.shape != (1,),
+            bias=None if biases is None else biases.ptr,
+            stream=stream,
+            scale_b_strides=strides,
+        )
+        if spare is not None:
+            device.synchronize()  # the product still reads the copy
+            spare.free()
+        return out
 
 
 @lru_cache(maxsize=256)

@@ -20,7 +20,7 @@ from sp24cli.formats.scales import Siblings, is_fp8_weight, scales_of_siblings
 from sp24cli.ops.plan import copy_tensor, open_sink
 from sp24cli.ops.report import scale_text
 from sp24cli.ops.stream import Meter, Progress, bands, default_workers, map_bands
-from sp24cli.ops.unpack import DENSE_TYPES, UnpackedTensor, UnpackReport
+from sp24cli.ops.unpack import DENSE_TYPES, UnpackedTensor, UnpackReport, check_dense_type
 from sp24cli.optypes import BLOCK_ROWS
 from sp24cli.sparsity import find_nonfinite
 
@@ -60,8 +60,10 @@ def dequantize_file(
 
     Raises:
         BadInputError: a malformed file, or a weight whose parts do not fit each other.
+        UsageError: a ``dtype`` that there is not.
         Sp24Error: the output may not or cannot be written.
     """
+    check_dense_type(dtype)
     workers = workers or default_workers()
     with ExitStack() as stack:
         file = stack.enter_context(SafetensorsFile(source))

@@ -229,6 +229,13 @@ def stored_order(file: SafetensorsFile, entry: TensorEntry) -> Array | None:
     return order
 
 
+def check_types(**options: tuple[object, type]) -> None:
+    """`TypeError` unless each option, given as its value and its type, is of that type."""
+    for name, (value, kind) in options.items():
+        if not isinstance(value, kind):
+            raise TypeError(f"{name} is {value!r}, not a {kind.__module__}.{kind.__qualname__}")
+
+
 def tensor_label(file: SafetensorsFile, name: str) -> str:
     """File and tensor, as every message about one begins."""
     return f"{header.label(file.path)}: tensor {header.quote(name)}"

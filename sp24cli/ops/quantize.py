@@ -26,7 +26,7 @@ from sp24cli.ops.pack import (
     smooth_factors,
     tensor_scale,
 )
-from sp24cli.ops.plan import Sink, copy_tensor, make_plan, open_sink
+from sp24cli.ops.plan import Sink, check_types, copy_tensor, make_plan, open_sink
 from sp24cli.ops.report import Skipped, add_up, document, energy_share, scale_text
 from sp24cli.ops.stream import Meter, Progress, default_workers
 from sp24cli.optypes import OperandType
@@ -133,13 +133,21 @@ def quantize_file(
         BadInputError: a malformed or packed file; in a selected weight NaN or infinity (with
             row and column) or more than two nonzeros in a group (with row and group); what
             `Calibrator` refuses.
+        UsageError: a ``dequantize_fp8`` that there is not.
         Sp24Error: the output may not or cannot be written.
+        TypeError: a name, say, where an object is needed: of an ``optype`` or a ``spec``.
     """
+    check_types(optype=(optype, OperandType), spec=(spec, ScaleSpec))
     workers = workers or default_workers()
     selection = selection or Selection()
     pattern = pattern_of(optype)
     choice = choice or Choice(pattern=pattern)
     calibration = calibration or Calibration()
+    check_types(
+        selection=(selection, Selection),
+        choice=(choice, Choice),
+        calibration=(calibration, Calibration),
+    )
     if choice.pattern != pattern or choice.method == "sparsegpt":
         raise ValueError(f"only {pattern} with the values of the file can be packed at once")
     pruned: Pruned = choice.method if prune else "given"

@@ -9,7 +9,7 @@ from typing import Any
 from sp24cli.bits import Array
 from sp24cli.checkpoint.header import DTYPES, TensorSpec
 from sp24cli.checkpoint.packedfile import PackedFile
-from sp24cli.errors import BadInputError
+from sp24cli.errors import BadInputError, check_known
 from sp24cli.ops.plan import Sink, copy_tensor, open_sink, tensor_label
 from sp24cli.ops.report import document, scale_text
 from sp24cli.ops.stream import Meter, Progress, bands, default_workers, map_bands
@@ -73,8 +73,10 @@ def unpack_file(
     Raises:
         BadInputError: not a packed file, or one that this version does not know, or a weight whose
             parts cannot be right (`packed.check_structure`), by name and place.
+        UsageError: a ``dtype`` that there is not.
         Sp24Error: the output may not or cannot be written.
     """
+    check_dense_type(dtype)
     workers = workers or default_workers()
     with PackedFile(source) as packed:
         file = packed.file
@@ -138,6 +140,12 @@ def unpack_file(
         )
 
 
+def check_dense_type(dtype: str | None) -> None:
+    """`UsageError` unless ``dtype`` is None or one of `DENSE_TYPES`."""
+    if dtype is not None:
+        check_known("dtype", dtype, DENSE_TYPES)
+
+
 def _target_dtype(source: str, operand: str, dtype: str | None, codes: bool) -> str:
     if codes:
         return operand
@@ -155,7 +163,7 @@ def _unpack_tensor(
 
     def refuse(fault: str | None) -> None:
         if fault is not None:
-            raise BadInputError(f"{tensor_label(packed.file, tensor.name)}: {fault}")
+            raise BadInputError(f"{matrix.where}: {fault}")
 
     refuse(check_parts(matrix))
     rows, columns = matrix.shape

@@ -122,7 +122,10 @@ def apply(matrix: Array, order: Array) -> Array:
 
 
 def inverse(order: Array) -> Array:
-    """Where each column went: ``matrix[:, order][:, inverse(order)]`` is ``matrix``."""
+    """Where each column went: ``matrix[:, order][:, inverse(order)]`` is ``matrix``.
+
+    `BadInputError` for an ``order`` that lacks a column: nothing would say where that went.
+    """
     back = np.empty(len(order), np.intp)
-    back[order] = np.arange(len(order))
+    back[check_order(order, len(order))] = np.arange(len(order))
     return back

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
+from os import PathLike
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 
@@ -13,7 +15,7 @@ from sp24cli.checkpoint.names import DENSE_DTYPES
 from sp24cli.checkpoint.packedfile import PackedFile, is_packed
 from sp24cli.checkpoint.reader import SafetensorsFile
 from sp24cli.checkpoint.sharded import open_tensors
-from sp24cli.errors import BadInputError, NoGpuError, Sp24Error, UsageError
+from sp24cli.errors import BadInputError, NoGpuError, Sp24Error, UsageError, check_known
 from sp24cli.formats.dequantized import DequantizedFile, shard_paths
 from sp24cli.formats.foreign import ForeignFile
 from sp24cli.formats.scales import Siblings
@@ -31,11 +33,11 @@ _COMPARE_BYTES = 1 << 24
 
 
 def verify_file(
-    path: Path,
-    against: Path | None = None,
+    path: str | PathLike[str],
+    against: str | PathLike[str] | None = None,
     *,
-    history: Path | None = None,
-    activations: Path | None = None,
+    history: str | PathLike[str] | None = None,
+    activations: str | PathLike[str] | None = None,
     device: DeviceChoice = "auto",
     seed: int = 0,
     workers: int | None = None,
@@ -54,8 +56,14 @@ def verify_file(
     Raises:
         BadInputError: a file that cannot be read, or ``path`` is not a packed one.
         NoGpuError: ``device`` is "cuda" and there is no usable Hopper GPU.
-        UsageError: ``history`` or ``activations`` where no packed tensor is made from such.
+        UsageError: ``history`` or ``activations`` where no packed tensor is made from such;
+            a ``device`` that there is not.
     """
+    check_known("device", device, get_args(DeviceChoice))
+    path = Path(path)
+    against = None if against is None else Path(against)
+    history = None if history is None else Path(history)
+    activations = None if activations is None else Path(activations)
     workers = workers or default_workers()
     with ExitStack() as stack:
         packed = stack.enter_context(PackedFile(path))

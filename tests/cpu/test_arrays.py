@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from sp24cli.bench.problem import random_weight
 from sp24cli.errors import Sp24Error
 from sp24cli.gpu.arrays import view
 from sp24cli.gpu.matmul import matmul
 from sp24cli.optypes import operand_type
+from sp24cli.scaling import ScaleSpec
 
 M, N, K = 8, 3, 16
 
 
-def array(shape: tuple[int, ...], dtype: str, strides: tuple[int, ...] | None = None) -> Any:
+def array(
+    shape: tuple[int, ...],
+    dtype: str,
+    strides: tuple[int, ...] | None = None,
+    *,
+    read_only: bool = False,
+) -> Any:
     """What the CUDA array interface tells of an array; ``strides`` in bytes."""
-    interface = {"shape": shape, "typestr": np.dtype(dtype).str, "data": (4096, False)}
+    interface = {"shape": shape, "typestr": np.dtype(dtype).str, "data": (4096, read_only)}
     return SimpleNamespace(__cuda_array_interface__=interface | {"strides": strides, "version": 3})
 
 
 #: All of a weight that is asked for before anything is launched.
 E4M3 = operand_type("e4m3")
-DEVICE = SimpleNamespace(ordinal=1, make_current=lambda: None)
+DEVICE = SimpleNamespace(ordinal=1, current=nullcontext())
 WEIGHT: Any = SimpleNamespace(
     shape=(M, K), type=E4M3, multiplied=E4M3, widened=None, device=DEVICE, smooth=None
 )
@@ -50,13 +59,24 @@ def test_views_tell_strides_in_elements() -> None:
         (array((N, K), "u1"), {"scale": array((N + 1,), "f4")}, r"scale is float32 \[4\]"),
         (array((N, K), "i1"), {}, "x is int8, the weight is float8_e4m3fn"),
         (array((N, K), "u1"), {"accumulate": "f16"}, "not multiplied by e4m3 summed in f16"),
+        (array((N, K), "u1"), {"out_dtype": "f64"}, "out_dtype is 'f64', the kernels write bf16"),
+        (array((N, K), "u1"), {"out_dtype": "bf16"}, "out is float32, asked for is bf16"),
+        (array((N, K), "u1"), {"stream": None}, "stream is None, needed is its address"),
+        (array((N, K), "u1"), {"scale": array((N,), "f4", (6,))}, r"strides \[6\], no multiples"),
+        (array((N, K), "u1"), {"out": array((N, M), "f4", read_only=True)}, "out is read-only"),
     ],
 )
 def test_arrays_that_would_be_read_wrong_are_refused(
     x: Any, options: dict[str, Any], fault: str
 ) -> None:
     with pytest.raises(Sp24Error, match=fault):
-        matmul(WEIGHT, x, out=OUT, **options)
+        matmul(WEIGHT, x, **{"out": OUT, **options})
+
+
+def test_a_weight_that_is_not_uploaded_is_named() -> None:
+    packed = random_weight(M, K, E4M3, ScaleSpec("tensor"), 24, 1)
+    with pytest.raises(Sp24Error, match="not on a GPU: upload it first"):
+        matmul(packed, array((N, K), "u1"))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -89,17 +109,6 @@ def test_an_array_on_another_gpu_is_named(name: str) -> None:
     arrays: dict[str, Any] = {"x": array((N, K), "u1"), "out": OUT, name: Elsewhere()}
     with pytest.raises(Sp24Error, match=f"{name} is on CUDA device 0, the product on 1"):
         matmul(WEIGHT, **arrays)
-
-
-def test_a_product_runs_on_the_weights_gpu_whichever_is_current() -> None:
-    made: list[str] = []
-    device = SimpleNamespace(
-        ordinal=1, make_current=lambda: made.append("current"), alloc=lambda n: made.append("alloc")
-    )
-    weight: Any = SimpleNamespace(**vars(WEIGHT) | {"device": device})
-    with pytest.raises(AttributeError):  # a weight that plans nothing
-        matmul(weight, array((N, K), "u1"))
-    assert made == ["current", "alloc"]
 
 
 @pytest.mark.parametrize("smoothed", [False, True])

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sp24cli.errors import BadInputError
+from sp24cli.errors import BadInputError, UsageError
 from sp24cli.ops import QuantizeReport, plan, prune_file, quantize_file, stream, unpack_file
 from sp24cli.ops.choose import Choice
 from sp24cli.optypes import OPERAND_TYPES
@@ -356,3 +356,35 @@ def test_progress_reaches_the_end_and_no_further(tmp_path: Path, kind: str) -> N
     )
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
     assert seen[-1][0] == seen[-1][1]
+
+
+@pytest.mark.parametrize(
+    ("option", "type_name"),
+    [
+        ("optype", "optypes.OperandType"),
+        ("spec", "scaling.ScaleSpec"),
+        ("choice", "ops.choose.Choice"),
+        ("calibration", "ops.calibrate.Calibration"),
+        ("selection", "checkpoint.names.Selection"),
+    ],
+)
+def test_a_name_in_place_of_an_object_is_a_type_error(
+    tmp_path: Path, option: str, type_name: str
+) -> None:
+    source = save(tmp_path / "in", {"a.weight": normal(1, (4, 4))})
+    options = {"optype": OPERAND_TYPES["e4m3"], "spec": ScaleSpec("vector")} | {option: "some"}
+    with pytest.raises(TypeError, match=rf"^{option} is 'some', not a sp24cli\.{type_name}$"):
+        quantize_file(source, None, prune=True, **options)
+    if option in ("choice", "selection"):
+        with pytest.raises(TypeError, match=f"^{option} is 'some'"):
+            prune_file(source, None, **{option: "some"})
+
+
+def test_an_unknown_dtype_of_fp8_weights_is_a_usage_error(tmp_path: Path) -> None:
+    source = save(tmp_path / "in", {"a.weight": normal(1, (4, 4))})
+    known = r"unknown dequantize_fp8 'bf16' \(known: F64, F32, F16, BF16\)"
+    with pytest.raises(UsageError, match=known):
+        prune_file(source, None, dequantize_fp8="bf16")
+    optype, spec = OPERAND_TYPES["e4m3"], ScaleSpec("vector")
+    with pytest.raises(UsageError, match=known):
+        quantize_file(source, None, optype=optype, spec=spec, dequantize_fp8="bf16")

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-from sp24cli.errors import BadInputError, Sp24Error
-from sp24cli.ops import quantize_file, stream, unpack_file
+from sp24cli.errors import BadInputError, Sp24Error, UsageError
+from sp24cli.ops import quantize_file, stream, unpack_checkpoint, unpack_file
+from sp24cli.ops.dequantize import dequantize_file
 from sp24cli.optypes import OPERAND_TYPES
 from sp24cli.scaling import ScaleSpec
 from tests.cpu.modelfile import DTYPES, Array, load, naive_pack, naive_prune, normal, save
@@ -135,6 +137,14 @@ def test_the_largest_value_itself_is_not_beyond(tmp_path: Path) -> None:
     dense = load(tmp_path / "dense")[0]["a.weight"]
     assert (dense[0, 0], dense[1, 2]) == (65504, -65504)
     assert tensor.saturated == 1
+
+
+@pytest.mark.parametrize("function", [unpack_file, unpack_checkpoint, dequantize_file])
+def test_an_unknown_dtype_is_a_usage_error(tmp_path: Path, function: Callable[..., object]) -> None:
+    packed = pack(tmp_path, normal(1, (4, 4)))
+    with pytest.raises(UsageError, match=r"unknown dtype 'f8' \(known: bf16, f16, f32\)"):
+        function(packed, tmp_path / "dense", dtype="f8")
+    assert not (tmp_path / "dense").exists()
 
 
 def test_a_plain_file_is_refused(tmp_path: Path) -> None:

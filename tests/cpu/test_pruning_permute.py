@@ -111,6 +111,12 @@ def test_there_and_back() -> None:
     assert apply(there, inverse(order)).tobytes() == matrix.tobytes()
 
 
+@pytest.mark.parametrize("order", [[0, 1, 1, 3], [0, 1, 2, 4], [0, -1, 2, 3]])
+def test_what_is_no_order_has_no_inverse(order: list[int]) -> None:
+    with pytest.raises(BadInputError, match="permutation has"):
+        inverse(np.array(order, np.int32))
+
+
 @pytest.mark.parametrize(
     ("order", "fault"),
     [

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 import sp24cli.gpu.device
-from sp24cli.errors import BadInputError, NoGpuError
+from sp24cli.errors import BadInputError, NoGpuError, UsageError
 from sp24cli.ops import prune_file, quantize_file, stream, unpack_file
+from sp24cli.ops.calibrate import Calibration
 from sp24cli.ops.choose import Choice
 from sp24cli.optypes import OPERAND_TYPES, OperandType
 from sp24cli.packed import PackedMatrix, pack
@@ -138,6 +139,22 @@ def test_what_quantize_writes_is_right(
         assert by_random.max_error <= by_random.bound
         assert by_identity.max_error == 0
         assert report.passed_through == 1
+
+
+def test_paths_may_be_strings(tmp_path: Path) -> None:
+    """Those of side files, too: the alpha of smoothing is that of the file."""
+    save(tmp_path / "dense", {"a.weight": normal(1, (64, 84))})
+    amax = {"a.weight": np.linspace(1, 9, 84, dtype=np.float32)}
+    calibration = Calibration(activations=save(tmp_path / "amax", amax))
+    quantize_file(
+        tmp_path / "dense", tmp_path / "packed", prune=True, calibration=calibration, **E4M3
+    )
+    packed, dense, side = (str(tmp_path / name) for name in ("packed", "dense", "amax"))
+    report = verify_file(packed, dense, activations=side, device="cpu")
+    assert report.passed, report.failure
+    assert (report.path, report.against) == (packed, dense)
+    with pytest.raises(UsageError, match="amax: proves nothing"):
+        verify_file(packed, history=side, device="cpu")
 
 
 def test_without_a_dense_file_agreement_is_not_claimed(tmp_path: Path) -> None:
@@ -476,6 +493,13 @@ def test_cuda_without_a_gpu_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(sp24cli.gpu.device.Device, "open", staticmethod(no_gpu))
     with pytest.raises(NoGpuError, match="none here"):
         verify_file(make(tmp_path, "vector"), device="cuda")
+
+
+@pytest.mark.parametrize("device", ["gpu", "CUDA", "", None])
+def test_an_unknown_device_is_a_usage_error(tmp_path: Path, device: Any) -> None:
+    """It must not pass for "auto", whose CPU proves less than was asked for."""
+    with pytest.raises(UsageError, match=r"unknown device .* \(known: auto, cpu, cuda\)"):
+        verify_file(make(tmp_path, "vector"), device=device)
 
 
 @pytest.mark.parametrize("kind", ["vector", "block", "f16"])
