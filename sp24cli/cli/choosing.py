@@ -77,7 +77,8 @@ def calibration_options(command: _Command) -> _Command:
             metavar="FILE",
             type=PATH,
             help="For sparsegpt: a safetensors file (or checkpoint) with the Hessian X Xᵀ of the "
-            "inputs [K, K], times any factor, under each weight's name.",
+            "inputs [K, K], times any factor, under each weight's name. Channels that had no input "
+            "(0 on its diagonal) are zeroed.",
         ),
     ):
         command = option(command)

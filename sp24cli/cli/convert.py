@@ -22,7 +22,7 @@ from sp24cli.cli.sidefile import check_side_file, write_side_file
 from sp24cli.formats.foreign import FORMATS, SP24
 from sp24cli.ops.checkpoint import convert_checkpoint
 from sp24cli.ops.convert import ConvertReport
-from sp24cli.ops.shards import Done
+from sp24cli.ops.shards import CONFIG_NAME, Done
 from sp24cli.packed import Layout
 
 
@@ -102,6 +102,12 @@ def convert(
     _print(done, config, fragment, quiet=quiet)
 
 
+def _is_written(done: Done[ConvertReport], config: Path | None) -> bool:
+    """Whether the quantization_config lies in a file now."""
+    is_carried = done.folder is not None and CONFIG_NAME in done.folder.carried
+    return done.report.output is not None and (config is not None or is_carried)
+
+
 def _print(done: Done[ConvertReport], config: Path | None, fragment: str, *, quiet: bool) -> None:
     report = done.report
     console.table(
@@ -110,7 +116,7 @@ def _print(done: Done[ConvertReport], config: Path | None, fragment: str, *, qui
     )
     console.folder(done.folder, quiet=quiet)
     console.out()
-    if report.quantization_config is not None and config is None and done.folder is None:
+    if report.quantization_config is not None and not _is_written(done, config):
         console.out("config.json needs this:")
         console.out(fragment)
     elif config is not None and report.output is not None:

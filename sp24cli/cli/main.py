@@ -116,7 +116,9 @@ def run(args: Sequence[str] | None = None) -> int:
     except click.ClickException as fault:
         context = getattr(fault, "ctx", None)
         command = "sp24" if context is None else context.command_path
-        console.error(f"{fault.format_message()} (see '{command} --help')")
+        # Click puts each choice of a missing option on a line of its own.
+        message = fault.format_message().replace("\n\t", " ")
+        console.error(f"{message} (see '{command} --help')")
         return fault.exit_code
     except (KeyboardInterrupt, click.Abort):
         # Before the command began.

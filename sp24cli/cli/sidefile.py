@@ -24,10 +24,13 @@ def check_side_file(
     path: Path, inputs: Sequence[Path | None], target: Path | None, *, overwrite: bool
 ) -> None:
     """`Sp24Error`, before any work, unless ``path`` may be written beside ``target``: it is none
-    of the ``inputs``, nor replaces a file in the folder of one that is a checkpoint."""
+    of the ``inputs``, nor replaces a file in the folder of one that is a checkpoint; a usage error
+    for one in the folder ``target``."""
     given = [each for each in inputs if each is not None]
-    check_output(path, forbid=given, overwrite=overwrite)
     place = Path(os.path.realpath(path.parent))
+    if target is not None and _lies_in(path, place, Path(os.path.realpath(target))):
+        raise click.UsageError(f"{label(path)}: lies in the output folder; choose another file")
+    check_output(path, forbid=given, overwrite=overwrite)
     if not os.access(place, os.W_OK):
         # At the end of the run, where it is written, all work on it would be lost.
         raise Sp24Error(f"{label(path)}: the folder {label(place)} may not be written")
@@ -39,6 +42,12 @@ def check_side_file(
             raise Sp24Error(f"{label(path)}: is a file of the input; choose another file")
     if target is not None and os.path.realpath(path) == os.path.realpath(target):
         raise Sp24Error(f"{label(path)}: is the output; choose another file")
+
+
+def _lies_in(path: Path, place: Path, folder: Path) -> bool:
+    """Whether ``path``, in the folder ``place``, or what it links to is a file below ``folder``."""
+    # Written last, it would replace a file that the run itself has put there.
+    return folder in (place, *place.parents, *Path(os.path.realpath(path)).parents)
 
 
 def write_side_file(path: Path, text: str) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 from sp24cli.checkpoint.header import TensorEntry
 from sp24cli.checkpoint.names import WEIGHT_SUFFIX
-from sp24cli.errors import BadInputError
 from sp24cli.scaling import ScaleSpec
 
 #: A linear layer of nearly every language model, whose weight may be that of the embedding and
@@ -21,42 +20,35 @@ _STRATEGIES = {"tensor": "tensor", "vector": "channel", "block": "block"}
 
 
 def quantization_config(
-    specs: Iterable[ScaleSpec],
+    spec: ScaleSpec,
     packed: Iterable[str],
     ignored: Iterable[str],
+    dense: Iterable[str],
     *,
     bitmask: bool,
 ) -> dict[str, Any]:
     """The ``quantization_config`` of a file.
 
-    ``specs`` are the scales of its ``packed`` weights, "none" for those that are not FP8;
-    ``ignored`` are the `layers` of its other tensors, to be left alone. With ``bitmask`` the
-    packed weights lie as sparse-24-bitmask. Activations are quantized as the model runs: by
-    token, or by the columns of a block where weights are by block.
-
-    Raises:
-        BadInputError: more than one kind of scale, which one config group cannot say.
+    ``spec`` is the scale of its ``packed`` weights and of the ``dense`` ones, FP8 that is not
+    2:4; "none" where they are not FP8. ``ignored`` are the `layers` of its other tensors, to be
+    left alone. With ``bitmask`` the packed weights lie as sparse-24-bitmask. Activations are
+    quantized as the model runs: by token, or by the columns of a block where weights are by block.
     """
-    kinds = sorted(set(specs), key=str)
-    if len(kinds) > 1:
-        names = ", ".join(kind.kind for kind in kinds)
-        raise BadInputError(f"weights with several kinds of scale ({names}) need several groups")
-    spec = kinds[0] if kinds else ScaleSpec("none")
-    ignore = _with_head(packed, ignored)
+    packed, ignored, dense = set(packed), set(ignored), set(dense)
     config: dict[str, Any] = {"quant_method": "compressed-tensors"}
     if spec.kind != "none":
         config |= {
             "format": "float-quantized",
             "quantization_status": "compressed",
             "config_groups": {"group_0": _group(spec)},
-            "ignore": ignore,
+            "ignore": _with_head(packed | dense, ignored),
         }
     if bitmask:
         config["sparsity_config"] = {
             "format": "sparse-24-bitmask",
             "sparsity_structure": "2:4",
             "targets": ["Linear"],
-            "ignore": ignore,
+            "ignore": _with_head(packed, ignored | {layer(name) for name in dense}),
         }
     return config
 
@@ -74,14 +66,16 @@ def _group(spec: ScaleSpec) -> dict[str, Any]:
 def layers(entries: Iterable[TensorEntry]) -> list[str]:
     """The layers whose weight is a matrix among ``entries``."""
     return [
-        entry.name.removesuffix(WEIGHT_SUFFIX)
+        layer(entry.name)
         for entry in entries
         if entry.name.endswith(WEIGHT_SUFFIX) and len(entry.shape) == 2
     ]
 
 
-def _with_head(packed: Iterable[str], ignored: Iterable[str]) -> list[str]:
-    names = set(ignored)
-    if _OUTPUT_HEAD + WEIGHT_SUFFIX not in packed:
-        names.add(_OUTPUT_HEAD)
-    return sorted(names)
+def layer(weight: str) -> str:
+    return weight.removesuffix(WEIGHT_SUFFIX)
+
+
+def _with_head(named: set[str], ignored: set[str]) -> list[str]:
+    head = set() if _OUTPUT_HEAD + WEIGHT_SUFFIX in named else {_OUTPUT_HEAD}
+    return sorted(ignored | head)

@@ -14,9 +14,9 @@ import numpy.typing as npt
 
 from sp24cli.checkpoint.folder import is_checkpoint, open_checkpoint
 from sp24cli.checkpoint.header import DTYPES, TensorEntry, label, quote
-from sp24cli.checkpoint.names import Selection
+from sp24cli.checkpoint.names import DENSE_DTYPES, Selection
 from sp24cli.checkpoint.reader import SafetensorsFile
-from sp24cli.errors import BadInputError
+from sp24cli.errors import BadInputError, check_known
 from sp24cli.formats.scales import (
     CheckpointFiles,
     Siblings,
@@ -173,12 +173,13 @@ def open_dense(
     safetensors name); as it is when that is None.
 
     ``siblings`` are the files of its checkpoint, itself or not among them. Errors: see
-    `DequantizedFile`.
+    `DequantizedFile`, and `UsageError` for a ``dtype`` that there is not.
     """
     if dtype is None:
         with SafetensorsFile(path) as file:
             yield file
         return
+    check_known("dequantize_fp8", dtype, DENSE_DTYPES)
     wanted_dtype = dtype
 
     def wanted(entry: TensorEntry) -> str | None:

@@ -115,11 +115,20 @@ def open_packed(path: Path, siblings: Sequence[Path] = ()) -> Iterator[PackedWei
 
 def has_bitmasks(file: SafetensorsFile) -> bool:
     """Whether a file has weights as sparse-24-bitmask."""
-    return any(_is_mask(entry) for entry in file.header.entries)
+    return any(_is_mask(file, entry) for entry in file.header.entries)
 
 
-def _is_mask(entry: TensorEntry) -> bool:
+def _may_be_mask(entry: TensorEntry) -> bool:
     return entry.name.endswith(_MASK_SUFFIX) and entry.dtype == "U8"
+
+
+def _is_mask(file: SafetensorsFile, entry: TensorEntry) -> bool:
+    """Whether ``entry`` is the mask of a weight in ``file``; others may have its name, too."""
+    if not _may_be_mask(entry):
+        return False
+    stem = entry.name.removesuffix(_MASK_SUFFIX)
+    rest = (part for part in bitmask.PARTS if f".{part}" != _MASK_SUFFIX)
+    return any(f"{stem}.{part}" in file.header.by_name for part in rest)
 
 
 class _OwnFile(PackedWeights):
@@ -179,6 +188,7 @@ class ForeignFile(PackedWeights):
         self.stacks = {}
         self.metadata = user_metadata(file.metadata)
         self._origins = origins(file)
+        self._refuse_scattered()
         if has_bitmasks(file):
             self.format = BITMASK
             self._read_bitmasks()
@@ -282,10 +292,25 @@ class ForeignFile(PackedWeights):
         kept = np.ascontiguousarray(bits).reshape(-1).take(metadata.kept_places(meta, columns))
         return kept.view(codes.dtype), meta
 
+    def _refuse_scattered(self) -> None:
+        """`BadInputError` for a mask whose other parts lie in a sibling."""
+        for entry in self.file.header.entries if self._siblings else ():
+            if not _may_be_mask(entry) or _is_mask(self.file, entry):
+                continue
+            stem = entry.name.removesuffix(_MASK_SUFFIX)
+            parts = {f"{stem}.{part}" for part in bitmask.PARTS} - {entry.name}
+            assert self._siblings is not None
+            for sibling in self._siblings.files:
+                if found := sorted(parts & sibling.header.by_name.keys()):
+                    raise BadInputError(
+                        f"{self._where(entry.name)}: {quote(found[0])} lies in another file, "
+                        f"{label(sibling.path)}"
+                    )
+
     def _read_bitmasks(self) -> None:
         entries = self.file.header.by_name
         for entry in self.file.header.entries:
-            if not _is_mask(entry):
+            if not _is_mask(self.file, entry):
                 continue
             stem = entry.name.removesuffix(_MASK_SUFFIX)
             name = self._origin_name(stem)
@@ -372,7 +397,7 @@ def holds_packed(file: SafetensorsFile, name: str) -> bool:
     known = file.header.by_name
     mask = known.get(bitmask.part_name(name, bitmask.PARTS[-1]))
     entry = known.get(name)
-    return (mask is not None and _is_mask(mask)) or (entry is not None and _is_fp8(entry))
+    return (mask is not None and _is_mask(file, mask)) or (entry is not None and _is_fp8(entry))
 
 
 def _is_fp8(entry: TensorEntry) -> bool:

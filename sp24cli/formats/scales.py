@@ -44,12 +44,14 @@ class WeightScale:
     """The scale of one FP8 weight [N, K]: the file and tensor it is, the block that one covers.
 
     ``block`` is (rows, columns); a side as long as the weight's means that it is not divided.
+    ``said`` is the block of the checkpoint's weights, where this one's scales can be by it.
     """
 
     file: SafetensorsFile
     entry: TensorEntry
     shape: tuple[int, int]
     block: tuple[int, int]
+    said: tuple[int, int] | None = None
 
     def values(self) -> Array:
         """float32 (float64 for F64) [scales along N, along K], a copy; finite.
@@ -89,17 +91,20 @@ class WeightScale:
         Raises:
             BadInputError: a group of columns that is not a multiple of 4 cuts 2:4 groups apart.
         """
-        rows, columns = self.block
-        if self.block == self.shape:
-            return ScaleSpec("tensor")
-        if self.block == (1, self.shape[1]):
-            return ScaleSpec("vector")
+        # A weight may be no larger than a block, and is of the others' kind all the same.
+        block = self.said or self.block
+        rows, columns = block
+        if self.said is None:
+            if block == self.shape:
+                return ScaleSpec("tensor")
+            if block == (1, self.shape[1]):
+                return ScaleSpec("vector")
         if columns % GROUP:
             raise BadInputError(
                 f"{_where(self.file, self.entry)}: one scale covers {rows}x{columns} values, "
                 f"and {columns} columns are no multiple of {GROUP}"
             )
-        return ScaleSpec("block", self.block)
+        return ScaleSpec("block", block)
 
 
 def dequantize(
@@ -200,7 +205,13 @@ def find_scale(
     if scale.dtype not in SCALE_DTYPES:
         raise BadInputError(f"{_where(home, scale)}: is {scale.dtype}, no scale")
     shape = (entry.shape[0], entry.shape[1])
-    return WeightScale(home, scale, shape, _block(home, scale, entry.name, shape))
+    return WeightScale(
+        home,
+        scale,
+        shape,
+        _block(home, scale, entry.name, shape),
+        _said_block(home, scale, entry.name, shape),
+    )
 
 
 def _scales_in(file: SafetensorsFile, name: str) -> list[TensorEntry]:
@@ -228,6 +239,28 @@ def scales_of_siblings(
                 yield entry.name
 
 
+def _usual_block(file: SafetensorsFile, name: str) -> tuple[int, int] | None:
+    """The block that the file, or the config.json beside it, gives for the weight ``name``."""
+    said = origins(file).get(name)
+    usual = said.scale.block if said is not None else None
+    return usual or _block_of_config(Path(file.path))
+
+
+def _needed(shape: tuple[int, int], block: tuple[int, int]) -> tuple[int, ...]:
+    """How many scales a weight in blocks of that size has."""
+    return tuple(-(-length // side) for length, side in zip(shape, block, strict=True))
+
+
+def _said_block(
+    file: SafetensorsFile, scale: TensorEntry, name: str, shape: tuple[int, int]
+) -> tuple[int, int] | None:
+    """The block that the weight ``name`` is said to have, where there are as many scales."""
+    if len(scale.shape) != 2:
+        return None
+    usual = _usual_block(file, name)
+    return usual if usual and scale.shape == _needed(shape, usual) else None
+
+
 def _block(
     file: SafetensorsFile, scale: TensorEntry, name: str, shape: tuple[int, int]
 ) -> tuple[int, int]:
@@ -236,15 +269,13 @@ def _block(
         return shape
     counts = (*scale.shape, 1) if scale.shape == shape[:1] else scale.shape
     if len(counts) == 2:
-        said = origins(file).get(name)
-        usual = said.scale.block if said is not None else None
-        usual = usual or _block_of_config(Path(file.path))
+        usual = _usual_block(file, name)
         if usual and scale.name.endswith(_BLOCK_SUFFIX):
-            needed = [-(-length // side) for length, side in zip(shape, usual, strict=True)]
-            if list(counts) != needed:
+            needed = _needed(shape, usual)
+            if counts != needed:
                 raise BadInputError(
                     f"{_where(file, scale)}: shape {list(scale.shape)}, but a weight {list(shape)} "
-                    f"in blocks of {usual[0]}x{usual[1]}, as it is said to be, has {needed}"
+                    f"in blocks of {usual[0]}x{usual[1]}, as it is said to be, has {list(needed)}"
                 )
         sides = [_side(shape[i], counts[i], usual[i] if usual else None) for i in (0, 1)]
         if sides[0] is not None and sides[1] is not None:

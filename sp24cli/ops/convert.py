@@ -12,6 +12,7 @@ import numpy as np
 
 from sp24cli.bits import Array
 from sp24cli.checkpoint.header import PathLike, TensorSpec, label, quote
+from sp24cli.checkpoint.names import WEIGHT_SUFFIX
 from sp24cli.checkpoint.packedfile import merge_metadata, part_entries
 from sp24cli.errors import BadInputError
 from sp24cli.formats import bitmask
@@ -24,6 +25,7 @@ from sp24cli.formats.foreign import (
     open_packed,
 )
 from sp24cli.formats.origin import origin_metadata
+from sp24cli.formats.scales import Siblings, find_scale, is_fp8_weight
 from sp24cli.ops.plan import Sink, copy_tensor, open_sink
 from sp24cli.ops.report import document, parse_scale, scale_text
 from sp24cli.ops.stream import Meter, Progress, bands, default_workers, map_bands
@@ -51,7 +53,8 @@ class ConvertedTensor:
 @dataclass(frozen=True)
 class ConvertReport:
     """What `convert_file` did. ``output`` is None after a dry run; ``ignored`` are the layers
-    whose weight is a matrix that is not packed."""
+    whose weight is a matrix that is not packed, but for the ``dense`` ones: FP8 with a scale that
+    stays as it is, of which other tools must be told."""
 
     source: str
     output: str | None
@@ -60,6 +63,7 @@ class ConvertReport:
     layout: str
     tensors: tuple[ConvertedTensor, ...]
     ignored: tuple[str, ...]
+    dense: tuple[ConvertedTensor, ...]
     copied: int
     source_bytes: int
     output_bytes: int
@@ -73,8 +77,9 @@ class ConvertReport:
         """
         if self.format == SP24:
             return None
-        specs = {tensor.name: parse_scale(tensor.scale) for tensor in self.tensors}
-        return _config(self.source, self.format, specs, self.ignored)
+        return _config(
+            self.source, self.format, _specs(self.tensors), self.ignored, _specs(self.dense)
+        )
 
     def to_json(self) -> dict[str, Any]:
         return {**document(self), "quantization_config": self.quantization_config}
@@ -110,6 +115,8 @@ def convert_file(
             name: replace(info, layout=layout if format == SP24 else "row")
             for name, info in weights.packed.items()
         }
+        dense = () if format == SP24 else _dense_fp8(weights, siblings)
+        stays = {tensor.name for tensor in dense}
         if format != SP24 and weights.stacks:
             stack = next(iter(weights.stacks))
             raise BadInputError(
@@ -133,7 +140,8 @@ def convert_file(
                 ConvertedTensor(name, info.shape, info.type, scale_text(info.scale))
                 for name, info in infos.items()
             ),
-            ignored=tuple(layers(weights.others)),
+            ignored=tuple(layers(entry for entry in weights.others if entry.name not in stays)),
+            dense=dense,
             copied=len(weights.others),
             source_bytes=weights.file.header.file_bytes,
             output_bytes=0,
@@ -156,26 +164,73 @@ def check_shards(source: Path, shards: Sequence[Path], format: str) -> None:
     """`BadInputError` for what no shard of the checkpoint ``source`` shows by itself: that nothing
     in it is packed, or that ``format`` cannot say in one config how all of it is."""
     specs: dict[str, ScaleSpec] = {}
+    dense: dict[str, ScaleSpec] = {}
     is_ours = False
     for shard in shards:
         with open_packed(shard, shards) as weights:
             specs |= {name: info.scale for name, info in weights.packed.items()}
             is_ours |= weights.format == SP24
+            if format != SP24:
+                dense |= _specs(_dense_fp8(weights, shards))
     if not specs and not is_ours:
         raise BadInputError(f"{label(source)}: has no weight that is packed in any format")
     # MX has an error of its own, which names the weight.
     if format != SP24 and not any(spec.kind == "mx" for spec in specs.values()):
-        _config(source, format, specs, ())
+        _config(source, format, specs, (), dense)
+
+
+def _dense_fp8(weights: PackedWeights, siblings: Sequence[Path]) -> tuple[ConvertedTensor, ...]:
+    """The layers with FP8 weights and a scale among the tensors that stay as they are.
+
+    Raises:
+        BadInputError: one that compressed-tensors would not read: of another type than E4M3, or
+            with a scale by another name.
+    """
+    found = []
+    with Siblings(Path(weights.file.path), siblings) as others:
+        for entry in weights.others:
+            if not (is_fp8_weight(entry) and entry.name.endswith(WEIGHT_SUFFIX)):
+                continue
+            scale = find_scale(weights.file, entry, others)
+            # Without one it may be anything.
+            if scale is None:
+                continue
+            where = f"{label(weights.file.path)}: tensor {quote(entry.name)}"
+            if entry.dtype != "F8_E4M3":
+                raise BadInputError(f"{where}: is scaled {entry.dtype}, which no config can say")
+            if scale.entry.name != f"{entry.name}_scale":
+                raise BadInputError(
+                    f"{where}: is not packed, and its scale is called {quote(scale.entry.name)}, "
+                    f"not {quote(entry.name + '_scale')}"
+                )
+            found.append(ConvertedTensor(entry.name, scale.shape, "e4m3", scale_text(scale.spec())))
+    return tuple(found)
+
+
+def _specs(tensors: Sequence[ConvertedTensor]) -> dict[str, ScaleSpec]:
+    return {tensor.name: parse_scale(tensor.scale) for tensor in tensors}
 
 
 def _config(
-    source: PathLike, format: str, specs: Mapping[str, ScaleSpec], ignored: Sequence[str]
+    source: PathLike,
+    format: str,
+    packed: Mapping[str, ScaleSpec],
+    ignored: Sequence[str],
+    dense: Mapping[str, ScaleSpec],
 ) -> dict[str, Any]:
-    """The `quantization_config` of packed weights by their scales, for another tool's format."""
-    try:
-        return quantization_config(specs.values(), specs, ignored, bitmask=format == BITMASK)
-    except BadInputError as fault:
-        raise BadInputError(f"{label(source)}: {fault}") from fault
+    """The `quantization_config` of packed and of dense weights by their scales, for another
+    tool's format; `BadInputError` for several kinds of scale, which one group cannot say."""
+    specs = {**packed, **dense}
+    first = next(iter(specs), None)
+    spec = ScaleSpec("none") if first is None else specs[first]
+    for name, other in specs.items():
+        if other != spec:
+            assert first is not None
+            raise BadInputError(
+                f"{label(source)}: weights with several kinds of scale ({scale_text(spec)} of "
+                f"{quote(first)}, {scale_text(other)} of {quote(name)}) need several groups"
+            )
+    return quantization_config(spec, packed, ignored, dense, bitmask=format == BITMASK)
 
 
 def _parts(weights: PackedWeights, name: str, info: PackInfo, format: str) -> list[TensorSpec]:

@@ -16,7 +16,15 @@ from sp24cli.checkpoint.reader import SafetensorsFile
 from sp24cli.formats.dequantized import input_files, open_dense
 from sp24cli.ops.choose import Choice, Chooser, Losses, TensorChoice
 from sp24cli.ops.engine import Engine
-from sp24cli.ops.plan import Sink, copy_tensor, make_plan, not_finite, open_sink, tensor_label
+from sp24cli.ops.plan import (
+    Sink,
+    check_types,
+    copy_tensor,
+    make_plan,
+    not_finite,
+    open_sink,
+    tensor_label,
+)
 from sp24cli.ops.report import Skipped, document, share
 from sp24cli.ops.stream import Meter, Progress, default_workers, map_bands
 from sp24cli.pruning.pattern import Pattern
@@ -87,11 +95,13 @@ def prune_file(
 
     Raises:
         BadInputError: a malformed file; NaN or infinity in a selected weight, with its place.
+        UsageError: a ``dequantize_fp8`` that there is not.
         Sp24Error: the output or a scratch file may not or cannot be written.
     """
     workers = workers or default_workers()
     selection = selection or Selection()
     choice = choice or Choice()
+    check_types(selection=(selection, Selection), choice=(choice, Choice))
     with open_dense(source, selection, dequantize_fp8, siblings) as file:
         plan = make_plan(file, selection, group=choice.pattern.group)
         entries = file.header.entries

@@ -19,6 +19,8 @@ from sp24cli.sparsity import find_violation, prune_24
 
 #: Groups are no wider than this: ranks are counted pair by pair.
 MAX_GROUP = 32
+#: What is wrong with norms or a Hessian without one: every choice would be as good.
+NEVER_ACTIVE = "no input channel was ever active in the calibration"
 
 
 @dataclass(frozen=True)

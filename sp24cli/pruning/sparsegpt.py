@@ -21,7 +21,13 @@ import numpy as np
 from sp24cli.bits import Array, number_type, widen
 from sp24cli.errors import BadInputError
 from sp24cli.fp8 import round_to
-from sp24cli.pruning.pattern import TWO_OF_FOUR, Pattern, check_width, keep_highest
+from sp24cli.pruning.pattern import (
+    NEVER_ACTIVE,
+    TWO_OF_FOUR,
+    Pattern,
+    check_width,
+    keep_highest,
+)
 from sp24cli.pruning.triangle import Triangle, triangle_bytes
 from sp24cli.rowblocks import row_slices, run
 from sp24cli.sparsity import energy_exponent, scale_down
@@ -68,10 +74,13 @@ def hessian_diagonal(hessian: Hessian) -> Array:
 
 def check_hessian(hessian: Hessian, k: int) -> None:
     """Errors: `BadInputError`, with the place, unless ``hessian`` is [K, K], finite, symmetric
-    and has no negative diagonal element."""
+    and has no negative diagonal element, nor only zero ones."""
     if hessian.shape != (k, k):
         raise BadInputError(f"Hessian has shape {list(hessian.shape)}, not {[k, k]}")
     diagonal = hessian_diagonal(hessian)
+    if k and not diagonal.any():
+        # All of the weight would go, as does that of any channel without an input.
+        raise BadInputError(NEVER_ACTIVE)
     limit = _ASYMMETRY * float(np.nan_to_num(diagonal.max(initial=0), posinf=0))
     for r in row_slices(k, _STEP):
         rows = widen(hessian[r, :])

@@ -10,14 +10,15 @@ import numpy as np
 
 from sp24cli.bits import Array, widen
 from sp24cli.errors import BadInputError
-from sp24cli.pruning.pattern import TWO_OF_FOUR, Pattern, prune_by
+from sp24cli.pruning.pattern import NEVER_ACTIVE, TWO_OF_FOUR, Pattern, prune_by
 from sp24cli.sparsity import fold, patch_energies
 
 
 def check_norms(norms: Array, k: int) -> Array:
     """``norms`` [K] as float64, with a largest of about 1 (only their ratios count).
 
-    Errors: `BadInputError` naming the channel of a value that no norm can have.
+    Errors: `BadInputError` naming the channel of a value that no norm can have, and for norms
+    that are all zero, which rank nothing.
     """
     if norms.shape != (k,):
         raise BadInputError(f"norms have shape {list(norms.shape)}, not {[k]}")
@@ -26,6 +27,8 @@ def check_norms(norms: Array, k: int) -> Array:
     if bad.any():
         channel = int(bad.argmax())
         raise BadInputError(f"norm of channel {channel} is {values[channel]}")
+    if k and not values.any():
+        raise BadInputError(NEVER_ACTIVE)
     # By a power of two, which is exact: products then stay in range.
     return np.ldexp(values, -int(np.frexp(values.max(initial=0.0))[1]))
 

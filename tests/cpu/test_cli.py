@@ -167,6 +167,13 @@ def test_usage_errors_are_one_line_and_exit_2(
     assert "--help'" in one_line(captured.err)
 
 
+def test_the_choices_of_a_missing_option_are_words(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["convert", "in", "-o", "out"]) == 2
+    message = one_line(capsys.readouterr().err)
+    assert "Choose from: sp24, compressed-tensors-fp8, sparse-24-bitmask" in message
+    assert "\\" not in message
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -66,6 +66,7 @@ def test_convert_writes_the_config(packed: Path, capsys: pytest.CaptureFixture[s
     base = ["convert", str(packed), "--format", "compressed-tensors-fp8", "--config", str(config)]
     assert run([*base, "--dry-run"]) == 0
     assert not config.exists()
+    assert "config.json needs this:" in capsys.readouterr().out
     assert run([*base, "-o", str(output)]) == 0
     assert "{" not in capsys.readouterr().out
     described = json.loads(config.read_text())
@@ -137,6 +138,28 @@ def test_a_checkpoint_is_converted_with_its_config(
         assert {n: t.tobytes() for n, t in got[0].items()} == {
             n: t.tobytes() for n, t in want[0].items()
         }
+
+
+def test_a_config_that_is_written_nowhere_is_printed(
+    packed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    packed.rename(model / packed.name)
+    base = ["convert", str(model), "--format", "compressed-tensors-fp8"]
+    out, config = ["-o", str(tmp_path / "out"), "--force"], tmp_path / "quantization.json"
+
+    def printed(*options: str) -> bool:
+        assert run([*base, *options]) == 0
+        return "quantization_config" in capsys.readouterr().out
+
+    assert printed(*out)
+    assert printed("--dry-run")
+    assert printed("--dry-run", "--config", str(config))
+    assert not printed(*out, "--config", str(config))
+    (model / "config.json").write_text("{}")
+    assert not printed(*out)
+    assert printed("--dry-run")
 
 
 @pytest.mark.parametrize("command", ["prune", "quantize"])

@@ -513,6 +513,10 @@ def test_bad_calibration_is_one_error_with_file_tensor_and_place(
         ({**good, "b.weight": good["b.weight"].astype(np.int64)}, "I64"),
         ({**good, "b.weight": nan}, place),
         ({**good, "b.weight": negative}, "-1.0"),
+        (
+            {**good, "b.weight": np.zeros_like(nan)},
+            "no input channel was ever active in the calibration",
+        ),
     ]
     bad = tmp_path / "bad"
     for tensors, fault in cases:

@@ -429,7 +429,7 @@ def test_scales_of_several_kinds_stop_before_anything_is_written(
         {"a.weight": codes, "a.weight_scale": np.ones(1, np.float32)},
         {"b.weight": codes, "b.weight_scale": np.ones((8, 1), np.float32)},
     ]
-    words = r"in: weights with several kinds of scale \(tensor, vector\)"
+    words = r"in: weights .* kinds of scale \(tensor of 'a\.weight', vector of 'b\.weight'\)"
     convert_checkpoint(write_checkpoint(tmp_path / "theirs", shards), tmp_path / "in", format=SP24)
     with pytest.raises(BadInputError, match=words):
         convert_checkpoint(tmp_path / "in", tmp_path / "out", format=format)
@@ -438,6 +438,126 @@ def test_scales_of_several_kinds_stop_before_anything_is_written(
     convert_file(tmp_path / "both", tmp_path / "in", format=SP24)
     with pytest.raises(BadInputError, match=words):
         convert_file(tmp_path / "in", tmp_path / "out", format=format)
+    assert not (tmp_path / "out").exists()
+
+
+def rows_of(*shape: int, seed: int = 1) -> Array:
+    return normal(seed, shape, deviation=1.0).astype(DTYPES["F8_E4M3"])
+
+
+def with_dense_fp8(folder: Path, name: str, scale: Array, weight: Array | None = None) -> Path:
+    """A packed file, by row, with the scaled FP8 layer m.c that was left as it is."""
+    tensors, metadata = load(pack(folder))
+    tensors |= {"m.c.weight": rows_of(8, 30) if weight is None else weight, name: scale}
+    return save(folder / "mixed", tensors, metadata)
+
+
+@pytest.mark.parametrize("format", [FP8, BITMASK])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_dense_fp8_that_stays_is_of_the_group(tmp_path: Path, format: str, sharded: bool) -> None:
+    source = with_dense_fp8(tmp_path, "m.c.weight_scale", np.ones((8, 1), np.float32))
+    if sharded:
+        tensors, metadata = load(source)
+        source = write_checkpoint(
+            tmp_path / "model",
+            [
+                {n: t for n, t in tensors.items() if n == "m.c.weight_scale"},
+                {n: t for n, t in tensors.items() if n != "m.c.weight_scale"},
+            ],
+        )
+        last = source / "model-00002-of-00002.safetensors"
+        save(last, load(last)[0], metadata)
+    report = convert_checkpoint(source, tmp_path / "out", format=format).report
+    config = report.quantization_config
+    assert config is not None
+    assert config["ignore"] == ["lm_head", "m.embed"]
+    assert config["config_groups"]["group_0"]["weights"]["strategy"] == "channel"
+    if format == BITMASK:
+        assert config["sparsity_config"]["ignore"] == ["lm_head", "m.c", "m.embed"]
+    assert [t.name for t in report.dense] == ["m.c.weight"]
+
+
+@pytest.mark.parametrize("format", [FP8, BITMASK])
+@pytest.mark.parametrize(
+    ("name", "scale", "weight", "words"),
+    [
+        (
+            "m.c.weight_scale",
+            np.ones(1, np.float32),
+            None,
+            r"\(vector of 'm\.a\.weight', tensor of 'm\.c\.weight'\)",
+        ),
+        (
+            "m.c.weight_scale_inv",
+            np.ones((8, 1), np.float32),
+            None,
+            r"tensor 'm\.c\.weight': is not packed, and its scale is called 'm\.c\.weight_scale_",
+        ),
+        (
+            "m.c.weight_scale",
+            np.ones((8, 1), np.float32),
+            normal(1, (8, 8)).astype(DTYPES["F8_E5M2"]),
+            r"tensor 'm\.c\.weight': is scaled F8_E5M2",
+        ),
+    ],
+)
+def test_dense_fp8_that_the_group_cannot_say_is_refused(
+    tmp_path: Path, format: str, name: str, scale: Array, weight: Array | None, words: str
+) -> None:
+    source = with_dense_fp8(tmp_path, name, scale, weight)
+    with pytest.raises(BadInputError, match=words):
+        convert_file(source, tmp_path / "out", format=format)
+    assert not (tmp_path / "out").exists()
+    convert_file(source, tmp_path / "out", format=SP24)
+
+
+def test_a_weight_no_larger_than_a_block_is_of_the_kind_of_the_others(tmp_path: Path) -> None:
+    shards: list[dict[str, Array]] = []
+    for n, shape in enumerate([(256, 384), (64, 256), (128, 128), (4, 4)]):
+        counts = tuple(-(-side // 128) for side in shape)
+        codes = naive_prune(normal(n, shape, deviation=1.0)).astype(DTYPES["F8_E4M3"])
+        scale = np.abs(normal(n, counts)) + np.float32(0.1)
+        shards.append({f"l{n}.weight": codes, f"l{n}.weight_scale_inv": scale})
+    model = write_checkpoint(tmp_path / "model", shards)
+    config = {"quantization_config": {"weight_block_size": [128, 128]}}
+    (model / "config.json").write_text(json.dumps(config))
+    report = convert_checkpoint(model, tmp_path / "fp8", format=FP8).report
+    assert {t.scale for t in report.tensors} == {"block 128x128"}
+    convert_checkpoint(model, tmp_path / "packed", format=SP24)
+    assert verify_file(tmp_path / "packed", device="cpu").passed
+    unpack_checkpoint(tmp_path / "packed", tmp_path / "dense", dtype="f32")
+    unpack_checkpoint(model, tmp_path / "direct", dtype="f32")
+    for n in range(1, 5):
+        name = f"model-0000{n}-of-00004.safetensors"
+        got, want = (load(tmp_path / f / name)[0] for f in ("dense", "direct"))
+        assert {k: t.tobytes() for k, t in got.items()} == {k: t.tobytes() for k, t in want.items()}
+
+
+@pytest.mark.parametrize("format", [SP24, BITMASK])
+def test_a_tensor_that_is_only_called_a_bitmask_is_copied(tmp_path: Path, format: str) -> None:
+    other = np.ones((4, 4), np.uint8)
+    tensors = {
+        "l.weight": naive_prune(normal(1, (8, 8), deviation=1.0)).astype(DTYPES["F8_E4M3"]),
+        "l.weight_scale": np.ones(1, np.float32),
+        "y.bitmask": other,
+    }
+    source = save(tmp_path / "in", tensors)
+    report = convert_file(source, tmp_path / "out", format=format)
+    assert (report.source_format, report.copied) == (FP8, 1)
+    assert load(tmp_path / "out")[0]["y.bitmask"].tobytes() == other.tobytes()
+    # Beside those that are masks, too.
+    tensors = load(foreign(tmp_path))[0] | {"y.bitmask": other}
+    report = convert_file(save(tmp_path / "in", tensors), tmp_path / "packed", format=SP24)
+    assert [t.name for t in report.tensors] == ["m.a.weight"]
+    assert load(tmp_path / "packed")[0]["y.bitmask"].tobytes() == other.tobytes()
+
+
+def test_a_mask_whose_values_lie_in_another_shard_is_no_other_tensor(tmp_path: Path) -> None:
+    tensors = load(foreign(tmp_path))[0]
+    mask = {"m.a.bitmask": tensors.pop("m.a.bitmask")}
+    model = write_checkpoint(tmp_path / "model", [mask, tensors])
+    with pytest.raises(BadInputError, match=r"'m\.a\.bitmask': 'm\.a\.compressed' lies in another"):
+        convert_checkpoint(model, tmp_path / "out", format=SP24)
     assert not (tmp_path / "out").exists()
 
 

@@ -327,3 +327,40 @@ def test_a_file_of_a_checkpoint_is_replaced_by_no_side_file(
             assert "config.json: is a file of the input" in capsys.readouterr().err
     assert contents(model) == before
     assert run(["prune", str(model), *out, "--report", str(model / "report.json")]) == 0
+
+
+@pytest.mark.parametrize("name", ["config.json", INDEX, "report.json", "1_Pooling/report.json"])
+@pytest.mark.parametrize("linked", [False, True])
+def test_no_side_file_lies_in_the_output_folder(
+    tmp_path: Path, name: str, linked: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Written last, it would take the place of what the run has written."""
+    model, output = write_checkpoint(tmp_path / "model"), tmp_path / "out"
+    output.mkdir()
+    (output / "1_Pooling").mkdir()
+    side = output / name
+    if linked:
+        side = tmp_path / "link.json"
+        side.symlink_to(output / name)
+    before = contents(tmp_path)
+    for command in (
+        ["prune", "--report"],
+        ["quantize", "--prune", "--scale", "tensor", "--report"],
+        ["convert", "--format", "compressed-tensors-fp8", "--config"],
+    ):
+        for options in ([], ["--force"], ["--resume"]):
+            arguments = [*command, str(side), str(model), "-o", str(output), *options]
+            assert run(arguments) == 2
+            assert "lies in the output folder; choose another file" in capsys.readouterr().err
+    assert contents(tmp_path) == before
+
+
+def test_a_side_file_replaces_no_link_in_the_output_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, output = write_checkpoint(tmp_path / "model"), tmp_path / "out"
+    output.mkdir()
+    (output / "report.md").symlink_to(tmp_path / "elsewhere.md")
+    arguments = ["prune", str(model), "-o", str(output), "--report", str(output / "report.md")]
+    assert run([*arguments, "--force"]) == 2
+    assert "lies in the output folder" in capsys.readouterr().err
