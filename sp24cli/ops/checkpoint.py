@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from sp24cli.calibration import AMAX
 from sp24cli.checkpoint.packedfile import VERSION
@@ -200,7 +200,11 @@ def _packed_config(config: dict[str, Any], report: QuantizeReport) -> dict[str, 
 
 def _converted_config(config: dict[str, Any], report: ConvertReport) -> dict[str, Any]:
     described = report.quantization_config
-    if described is None:
+    before = config.get(CONFIG_KEY)
+    if described is None and _is_ours(before):
+        # Also what no tensor tells: the calibration, and the config that the dense model had.
+        described = {**before, "layout": report.layout}
+    elif described is None:
         described = {
             "quant_method": QUANT_METHOD,
             "version": VERSION,
@@ -211,9 +215,13 @@ def _converted_config(config: dict[str, Any], report: ConvertReport) -> dict[str
     return {**config, CONFIG_KEY: described}
 
 
+def _is_ours(described: Any) -> TypeGuard[dict[str, Any]]:
+    return isinstance(described, dict) and described.get("quant_method") == QUANT_METHOD
+
+
 def _unpacked_config(config: dict[str, Any], report: UnpackReport) -> dict[str, Any]:
     described = config.get(CONFIG_KEY)
-    if not isinstance(described, dict) or described.get("quant_method") != QUANT_METHOD:
+    if not _is_ours(described):
         return config
     dense = {key: value for key, value in config.items() if key != CONFIG_KEY}
     return {**dense, CONFIG_KEY: described["original"]} if "original" in described else dense

@@ -25,6 +25,7 @@ from sp24cli.checkpoint.reader import SafetensorsFile
 from sp24cli.checkpoint.writer import StreamingWriter, identity
 from sp24cli.cli.main import run
 from sp24cli.errors import BadInputError, Sp24Error
+from sp24cli.formats.foreign import SP24
 from sp24cli.ops import (
     inspect_file,
     prune_checkpoint,
@@ -34,6 +35,7 @@ from sp24cli.ops import (
     unpack_checkpoint,
 )
 from sp24cli.ops import shards as writing
+from sp24cli.ops.checkpoint import convert_checkpoint
 from sp24cli.ops.journal import Journal, fingerprint, rebuild
 from sp24cli.ops.prune import PruneReport
 from sp24cli.ops.quantize import QuantizeReport
@@ -218,6 +220,21 @@ def test_numbers_of_config_and_index_stay_as_they_are_written(tmp_path: Path) ->
     )
     index = (tmp_path / "dense" / INDEX).read_text()
     assert all(f"      {number}" in index for number in numbers)
+
+
+def test_another_layout_keeps_what_the_config_says(tmp_path: Path) -> None:
+    model = write_checkpoint(tmp_path / "model", [{"a.weight": normal(1, (64, 64), "BF16")}])
+    before = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    (model / "config.json").write_text(json.dumps(before))
+    quantize_checkpoint(model, tmp_path / "row", prune=True, overflow="nan", **E4M3)
+    convert_checkpoint(tmp_path / "row", tmp_path / "sm90", format=SP24, layout="sm90")
+    row, sm90 = (json.loads((tmp_path / f / "config.json").read_text()) for f in ("row", "sm90"))
+    assert row["quantization_config"] | {"layout": "sm90"} == sm90["quantization_config"]
+    convert_checkpoint(tmp_path / "sm90", tmp_path / "again", format=SP24, layout="row")
+    same = [(tmp_path / f / "config.json").read_bytes() for f in ("row", "again")]
+    assert same[0] == same[1]
+    unpack_checkpoint(tmp_path / "sm90", tmp_path / "dense")
+    assert json.loads((tmp_path / "dense" / "config.json").read_text()) == before
 
 
 def test_the_config_goes_on_to_speak_of_fp8_without_a_scale(tmp_path: Path) -> None:
