@@ -97,8 +97,9 @@ struct GemmConfig {
   static constexpr int kExchangeReleases = 4 * kArrivingLanes * (kSplit - 1);
   // Whether chunks of D are turned through shared memory: see Store16 and store_32bit.
   static constexpr bool kTurned = kOrder == Order::nm;
-  // Whether tiles that lie in D as a whole are stored by a way of their own.
-  static constexpr bool kStoresInside =
+  // Whether a chunk is written while the one before is read back (Store16::store_by_turns, store_32bit): in
+  // narrower tiles it was no faster.
+  static constexpr bool kByTurns =
       kTurned && kTileN > 128 && !kPromoted && Operand::kPerRegister == 1;
   static constexpr int kBoxRowsB = kTileN / kCluster;  // rows of a whole tile's B that one CTA fetches
 

@@ -299,7 +299,8 @@ struct Store16 {
 //
 // Order (nm). The warpgroup writes two chunks, passes the barrier and reads them; it passes the barrier
 // again before it writes the next two, and that of `TileScales::publish` before the next tile's.
-// `inside`: the rows lie in D as a whole; then chunks take turns as in `Store16::store_inside`.
+// Of kByTurns, where the rows lie in D as a whole (`inside`), chunks go one by one, in the order of
+// `Store16::store_by_turns`.
 template <class Config, class Values>
 __device__ __forceinline__ void store_32bit(const GemmArgs& args, uint32_t chunks, int barrier,
                                             int m0, int n0, int block, bool inside,
@@ -323,7 +324,7 @@ __device__ __forceinline__ void store_32bit(const GemmArgs& args, uint32_t chunk
                             reinterpret_cast<const uint32_t&>(v[h][e]));
     };
     const uint32_t from = chunks + line * 256 + ((t % 16) ^ (line / 2 * 2)) * 16;
-    if (Config::kStoresInside && inside) {
+    if (Config::kByTurns && inside) {
       Item* to = d + (n0 + line) * args.ldd + row;
       const int64_t pitch = 8 * args.ldd;
       put(0, 0);
@@ -396,7 +397,7 @@ __device__ __forceinline__ void store_tile(const typename Config::StoredSums& ac
   const bool inside = args.vector_store && m0 + kBlockRows <= args.m && n0 + Config::kStoredN <= args.n;
   if constexpr (sizeof(typename Config::Out::Item) == 2) {
     Store16<Config> tile;
-    if constexpr (Config::kStoresInside) {
+    if constexpr (Config::kByTurns) {
       if (inside)
         tile.template store_by_turns<true>(acc, args, scales, chunks, barrier, m0, n0);
       else

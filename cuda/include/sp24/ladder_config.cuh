@@ -112,7 +112,7 @@ struct RungConfig {
   static_assert(kSlotBytes % (8 * kSwizzle) == 0, "a slot is whole swizzle atoms");
   static_assert(sizeof(typename Out::Item) == 2, "16-bit output");
 
-  static constexpr bool kStoresInside = false;
+  static constexpr bool kByTurns = false;
 
   struct alignas(1024) Shared {
     uint8_t b[kStages][kPanels][kTileN * kRowBytesB];
