@@ -17,6 +17,7 @@ import sp24cli.gpu.arguments
 import sp24cli.gpu.device
 import sp24cli.gpu.driver
 from sp24cli.bench.problem import random_weight
+from sp24cli.errors import Sp24Error
 from sp24cli.gpu.activations import quantize_tokens
 from sp24cli.gpu.arrays import DeviceArray
 from sp24cli.gpu.device import Device
@@ -172,7 +173,7 @@ def test_an_error_leaves_what_was_current(fake: Driver) -> None:
     packed = random_weight(M, K, operand_type("e4m3"), ScaleSpec("vector"), 24, 1)
     weight = SparseWeight.upload(first, packed)
     fake.stack[:] = [1]
-    with pytest.raises(Exception, match="needs"):
+    with pytest.raises(Sp24Error, match="needs"):
         matmul(weight, DeviceArray(first, (N, K + 4), np.uint8))
     assert fake.stack == [1]
 
